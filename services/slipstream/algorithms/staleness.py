@@ -1,0 +1,404 @@
+"""The staleness contract as a pure state machine: no clock, no I/O, no randomness.
+
+One `StalenessMachine` owns the life of every position of the task sequence:
+
+    waiting -> running -> scored -> sealed -> ended(trained | skipped)
+       ^          |          |
+       +- lost,   +----------+--> ended(filtered | failed | aged_out | cancelled | dropped)
+          regenerated
+
+Names used below: `B` = max_off_policy_steps, `G` = groups_per_step, `s` = next unsealed step,
+`lag(group, n) = (n - 1) - dispatch step of its current attempt`.
+
+* Consumption bound: no group is sealed for step n with lag > B (`seal`). Groups of a `mask`
+  environment may be older; their tokens below `SealedStep.oldest_step` must not be trained.
+* Admission bound: open groups never exceed `admission_bound` (`dispatch`).
+* Cancellation: after a seal, what has `(s - 1) - dispatch step > B` is given up (`seal`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class AgeOut(StrEnum):
+    """What happens to a group that grows too old to be trained."""
+
+    REGENERATE = "regenerate"
+    """Start it again, once, at the version then served; the second time it ends as aged out."""
+    HOLD = "hold"
+    """The step that would age it out is not sealed before the group has ended, one way or the other."""
+    MASK = "mask"
+    """It goes on; only its tokens sampled within the bound are trained."""
+
+
+class Phase(StrEnum):
+    """Where a position is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SCORED = "scored"
+    SEALED = "sealed"
+    ENDED = "ended"
+
+
+class Outcome(StrEnum):
+    """The one terminal outcome of a position."""
+
+    TRAINED = "trained"
+    SKIPPED = "skipped"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    AGED_OUT = "aged_out"
+    CANCELLED = "cancelled"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True)
+class Group:
+    """One position of the task sequence and its current attempt."""
+
+    position: int
+    environment: str
+    phase: Phase = Phase.WAITING
+    attempt: int = 0
+    dispatch_step: int = -1
+    regenerations: int = 0
+    losses: int = 0
+    sealed_step: int | None = None
+    outcome: Outcome | None = None
+
+    def lag(self, step: int) -> int:
+        """Return how many versions behind the weights that step `step` starts from this attempt was dispatched."""
+        return (step - 1) - self.dispatch_step
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """An attempt that is given up. `running` attempts must be aborted at their runner; the others only hold rows."""
+
+    position: int
+    attempt: int
+    environment: str
+    reason: str
+    running: bool
+    regenerated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SealedStep:
+    """The groups of one training step, in the order of their positions."""
+
+    step: int
+    groups: tuple[Group, ...]
+    oldest_step: int
+    """Tokens sampled by weights of an earlier step are beyond the bound; only `mask` environments have any."""
+    cancellations: tuple[Cancellation, ...]
+
+
+class IllegalTransition(ValueError):
+    """An event that cannot follow from the state: a bug in the caller, never a late message."""
+
+
+@dataclass(slots=True)
+class StalenessMachine:
+    """Admits, ages out and seals groups so that both bounds hold under any order of events.
+
+    Late messages are expected (a report of an attempt given up meanwhile): such a call changes nothing and
+    returns False. Steps seal, train and are served in order; anything else raises `IllegalTransition`.
+    """
+
+    groups_per_step: int
+    max_off_policy_steps: int
+    total_steps: int
+    environment_of: Callable[[int], str]
+    """The environment of a position: a pure function."""
+    over_sampling: float = 1.0
+    """Multiplies `groups_per_step` in the admission bound only."""
+    age_out: Mapping[str, AgeOut] = field(default_factory=dict)
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Groups of each environment in a step. They yield rather than stall: see `_selection`."""
+    quota_patience_groups: int | None = None
+    """Scored groups beyond `groups_per_step` at which quotas yield; None means `groups_per_step`."""
+    max_losses: int = 3
+    """Attempts of one position that may die with their runner before it ends as failed."""
+
+    serving_step: int = 0
+    sealed_step: int = 0
+    trained_step: int = 0
+    next_position: int = 0
+    outcomes: dict[Outcome, int] = field(default_factory=dict)
+    _open: dict[int, Group] = field(default_factory=dict)
+    _scored: dict[int, Group] = field(default_factory=dict)
+    _waiting: dict[int, Group] = field(default_factory=dict)
+
+    # ---- admission
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that are running, waiting for another attempt, or scored and not yet trained or ended."""
+        return len(self._open)
+
+    @property
+    def admission_bound(self) -> int:
+        """The most groups that may be open: `min(serving + B + 1, total_steps) * G - trained groups`.
+
+        Each trained step counts with the same multiple of G as the steps ahead: counted with G alone, the
+        surplus of an over-sampled run would grow with every step.
+        """
+        admitted_steps = min(self.serving_step + self.max_off_policy_steps + 1, self.total_steps)
+        return (admitted_steps - self.trained_step) * math.ceil(self.groups_per_step * self.over_sampling)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step is sealed: nothing is admitted any more."""
+        return self.sealed_step >= self.total_steps
+
+    @property
+    def gate_open(self) -> bool:
+        """Whether a new position may be dispatched: exactly when open groups are below the bound.
+
+        Without over-sampling, being below the bound implies that the group is not born too old; with it, that
+        is asked for as well.
+        """
+        return self.open_groups < self.admission_bound and self._fresh
+
+    @property
+    def _fresh(self) -> bool:
+        return not self.complete and self.sealed_step - self.serving_step <= self.max_off_policy_steps
+
+    @property
+    def dispatchable(self) -> bool:
+        """Whether `dispatch` would return a group."""
+        return self._fresh if self._waiting else self.gate_open
+
+    def dispatch(self) -> Group | None:
+        """Start the next attempt at the serving version: the oldest waiting position, else a new one."""
+        if not self.dispatchable:
+            return None
+        if self._waiting:
+            group = self._waiting.pop(min(self._waiting))
+        else:
+            group = Group(self.next_position, self.environment_of(self.next_position))
+            self._open[group.position] = group
+            self.next_position += 1
+        group.phase = Phase.RUNNING
+        group.attempt += 1
+        group.dispatch_step = self.serving_step
+        return group
+
+    # ---- one attempt
+
+    def scored(self, position: int, attempt: int) -> bool:
+        """Record that the attempt ended with something to train on."""
+        group = self._running(position, attempt)
+        if group is None:
+            return False
+        group.phase = Phase.SCORED
+        self._scored[position] = group
+        return True
+
+    def filtered(self, position: int, attempt: int) -> bool:
+        """End a position that has nothing to teach; its slot is free at once."""
+        return self._end_running(position, attempt, Outcome.FILTERED)
+
+    def failed(self, position: int, attempt: int) -> bool:
+        """End a position whose attempt failed; its slot is free at once."""
+        return self._end_running(position, attempt, Outcome.FAILED)
+
+    def lost(self, position: int, attempt: int) -> bool:
+        """Give a running attempt up because its runner is gone; the position gets another one."""
+        group = self._running(position, attempt)
+        if group is None:
+            return False
+        group.losses += 1
+        if group.losses > self.max_losses:
+            self._end(group, Outcome.FAILED)
+        else:
+            self._wait(group)
+        return True
+
+    def lost_rows(self, position: int) -> bool:
+        """Give a scored attempt up because the holder of its rows is gone; the position gets another one."""
+        group = self._scored.pop(position, None)
+        if group is None:
+            return False
+        self._wait(group)
+        return True
+
+    def cancel(self, position: int, reason: str = "cancelled") -> Cancellation | None:
+        """End a position that is not sealed yet; None where there is nothing to cancel."""
+        group = self._open.get(position)
+        if group is None or group.phase is Phase.SEALED:
+            return None
+        cancellation = self._cancellation(group, reason, regenerated=False)
+        self._end(group, Outcome.CANCELLED)
+        return cancellation
+
+    # ---- steps
+
+    def serving_advanced(self, step: int) -> bool:
+        """Record the version now served by every routable worker; it only moves forward."""
+        if step <= self.serving_step:
+            return False
+        if step > self.sealed_step:
+            raise IllegalTransition(f"version {step} is served before step {step} was sealed")
+        self.serving_step = step
+        return True
+
+    @property
+    def sealable(self) -> bool:
+        """Whether the next step can be sealed now."""
+        return self._selection() is not None
+
+    def seal(self) -> SealedStep | None:
+        """Seal the next step if it can be, and give up what is then too old for the one after it."""
+        selection = self._selection()
+        if selection is None:
+            return None
+        step = self.sealed_step + 1
+        for group in selection:
+            group.phase = Phase.SEALED
+            group.sealed_step = step
+            del self._scored[group.position]
+        self.sealed_step = step
+        return SealedStep(
+            step,
+            tuple(sorted(selection, key=lambda group: group.position)),
+            max(0, step - 1 - self.max_off_policy_steps),
+            tuple(self._give_up_too_old()),
+        )
+
+    def trained(self, step: int, *, skipped: bool = False) -> list[Group]:
+        """End the groups of a sealed step; a repeat of an earlier step returns nothing."""
+        if step <= self.trained_step:
+            return []
+        if step != self.trained_step + 1 or step > self.sealed_step:
+            raise IllegalTransition(f"step {step} cannot be trained after step {self.trained_step}")
+        groups = [group for group in self._open.values() if group.sealed_step == step]
+        for group in groups:
+            self._end(group, Outcome.SKIPPED if skipped else Outcome.TRAINED)
+        self.trained_step = step
+        return groups
+
+    # ---- looking
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._open.values())
+
+    def group(self, position: int) -> Group | None:
+        """Return an open group."""
+        return self._open.get(position)
+
+    def count(self, phase: Phase) -> int:
+        """Return how many open groups are in `phase`."""
+        if phase is Phase.SCORED:
+            return len(self._scored)
+        if phase is Phase.WAITING:
+            return len(self._waiting)
+        return sum(group.phase is phase for group in self._open.values())
+
+    # ---- inside
+
+    def _running(self, position: int, attempt: int) -> Group | None:
+        group = self._open.get(position)
+        if group is None or group.attempt != attempt or group.phase is not Phase.RUNNING:
+            return None
+        return group
+
+    def _end_running(self, position: int, attempt: int, outcome: Outcome) -> bool:
+        group = self._running(position, attempt)
+        if group is None:
+            return False
+        self._end(group, outcome)
+        return True
+
+    def _wait(self, group: Group) -> None:
+        group.phase = Phase.WAITING
+        self._scored.pop(group.position, None)
+        self._waiting[group.position] = group
+
+    def _end(self, group: Group, outcome: Outcome) -> None:
+        group.phase = Phase.ENDED
+        group.outcome = outcome
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        del self._open[group.position]
+        self._scored.pop(group.position, None)
+        self._waiting.pop(group.position, None)
+
+    def _policy(self, group: Group) -> AgeOut:
+        return self.age_out.get(group.environment, AgeOut.REGENERATE)
+
+    def _ages_out_with(self, group: Group, step: int) -> bool:
+        """Whether sealing `step` makes the attempt too old for the step after it."""
+        return group.lag(step + 1) > self.max_off_policy_steps
+
+    def _selection(self) -> list[Group] | None:
+        """Choose the groups of the next step: what would age out first, oldest first, within the quotas.
+
+        Quotas yield when the groups that are missing cannot come (nothing runs and nothing may start) or
+        when enough others have piled up.
+        """
+        step, size = self.sealed_step + 1, self.groups_per_step
+        if step > self.total_steps or len(self._scored) < size:
+            return None
+        held = (
+            group
+            for group in self._open.values()
+            if group.phase is Phase.RUNNING and self._policy(group) is AgeOut.HOLD and self._ages_out_with(group, step)
+        )
+        if next(held, None) is not None:
+            return None
+        # Without over-sampling at most G groups are about to age out: put first, they all fit.
+        ordered = sorted(
+            self._scored.values(),
+            key=lambda group: (not self._must_go(group, step), group.dispatch_step, group.position),
+        )
+        if not self.quotas:
+            return ordered[:size]
+        left = dict(self.quotas)
+        chosen: list[Group] = []
+        surplus: list[Group] = []
+        for group in ordered:
+            if left.get(group.environment, 0) > 0 or self._must_go(group, step):
+                left[group.environment] = left.get(group.environment, 0) - 1
+                chosen.append(group)
+            else:
+                surplus.append(group)
+        if len(chosen) >= size:
+            return chosen[:size]
+        patience = self.groups_per_step if self.quota_patience_groups is None else self.quota_patience_groups
+        idle = len(self._scored) + self._sealed_count() == len(self._open)
+        stuck = idle and not self.dispatchable and self.serving_step == self.sealed_step
+        if stuck or len(self._scored) >= size + patience:
+            return (chosen + surplus)[:size]
+        return None
+
+    def _must_go(self, group: Group, step: int) -> bool:
+        return self._policy(group) is not AgeOut.MASK and self._ages_out_with(group, step)
+
+    def _sealed_count(self) -> int:
+        return (self.sealed_step - self.trained_step) * self.groups_per_step
+
+    def _give_up_too_old(self) -> Iterator[Cancellation]:
+        for group in list(self._open.values()):
+            if group.phase is Phase.SEALED:
+                continue
+            if self.complete:
+                yield self._cancellation(group, "run_complete", regenerated=False)
+                self._end(group, Outcome.DROPPED)
+            elif group.phase is not Phase.WAITING and self._must_go(group, self.sealed_step):
+                again = group.regenerations == 0
+                yield self._cancellation(group, "aged_out", regenerated=again)
+                if again:
+                    group.regenerations += 1
+                    self._wait(group)
+                else:
+                    self._end(group, Outcome.AGED_OUT)
+
+    def _cancellation(self, group: Group, reason: str, *, regenerated: bool) -> Cancellation:
+        running = group.phase is Phase.RUNNING
+        return Cancellation(group.position, group.attempt, group.environment, reason, running, regenerated)
