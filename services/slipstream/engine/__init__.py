@@ -1,0 +1,1 @@
+"""What an inference engine is (`base.py`), block hashes, and the engines themselves."""

@@ -1,0 +1,272 @@
+"""The engine protocol: what prefill and decode workers need of an inference engine, and nothing of how it works.
+
+Plain data and a `Protocol`; imports no torch. All methods are called from one event loop. Terms: a *request* is one
+prompt; a *sample* is one continuation of it; `token_ids` of a request are its whole prompt. Log-probabilities are the
+natural logarithm of the softmax of the raw logits (temperature 1, before top-k and top-p), whatever the sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from slipstream.common.version import PolicyVersion
+
+FinishReason = Literal["", "stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens. Draws depend on `seed`, the sample's index and the position alone, never on the batch."""
+
+    max_new_tokens: int
+    """Most tokens to sample, the stop token included."""
+
+    seed: int = 0
+    """Any integer; taken modulo 2**63."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+
+    top_p: float = 1.0
+    """1 keeps all."""
+
+    top_k: int = 0
+    """0 keeps all."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the sample; the token belongs to it."""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """Compute the KV of `token_ids[:-1]`; the last prompt token is computed by decode, which samples from it."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    salt: str
+    capture_routes: bool = True
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """Where the prompt's KV is. `transfer_id` names it until it is released or expires."""
+
+    transfer_id: str
+    token_count: int
+    """Positions with KV: the prompt's length less one."""
+
+    cached_token_count: int
+    """How many of them came from the prefix cache."""
+
+    version: PolicyVersion
+    """Weights that computed the rest."""
+
+    kv_oldest_version: PolicyVersion
+    """Oldest weights behind any of the positions."""
+
+
+@dataclass(frozen=True)
+class KvHeader:
+    """What the bytes of a KV payload mean: little-endian `dtype`, C order, `shape` as below."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """`[layers, 2 (key, value), tokens, kv_heads, head_dim]`."""
+
+    token_count: int
+    block_hashes: tuple[int, ...]
+    """Salted hashes of the full blocks among the tokens."""
+
+    version: PolicyVersion
+    oldest_version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class KvPayload:
+    """KV on its way from a prefill to a decode engine."""
+
+    header: KvHeader
+    data: bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """Sample `len(sample_ids)` continuations of one prompt.
+
+    `kv` holds the KV of `token_ids[:-1]`; without it the engine computes what its prefix cache lacks.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    salt: str
+    sample_ids: tuple[str, ...]
+    sampling: Sampling
+    kv: KvPayload | None = None
+    capture_routes: bool = True
+
+
+@dataclass
+class SampleChunk:
+    """Newly sampled tokens of one sample, in order."""
+
+    sample_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, PolicyVersion]] = field(default_factory=list)
+    """Run-length spans over `token_ids`: (count, weights that sampled them)."""
+
+    kv_oldest_version: PolicyVersion = PolicyVersion(0, 0)
+    """Oldest weights behind any KV that these tokens, or earlier ones of this sample, rest on."""
+
+    finish_reason: FinishReason = ""
+    """Set on the last chunk of a sample."""
+
+    cached_token_count: int = 0
+    """Prompt positions neither sent nor computed here but found in this engine's prefix cache."""
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one weight update cost."""
+
+    version: PolicyVersion
+    previous_version: PolicyVersion | None
+    pause_s: float
+    """From the last step on old weights to the first that could run on new ones."""
+
+    apply_s: float
+    """The part of the pause spent copying weights."""
+
+    in_flight_samples: int
+    """Samples that crossed the update."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What fits. A request over a limit is refused, never truncated."""
+
+    block_size_tokens: int
+    block_count: int
+    max_context_tokens: int
+    max_running_samples: int
+    max_waiting_requests: int
+    kv_bytes_per_token: int
+    route_row_bytes: int
+    moe_layers: int
+    top_k: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class BusyInterval:
+    """A stretch of work, Unix seconds."""
+
+    kind: Literal["prefill", "decode"]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class KvEvent:
+    """A change of the prefix cache, for routers that place by prefix."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    block_hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Counters of now (samples, requests, blocks) and since start (the rest)."""
+
+    running_samples: int = 0
+    waiting_requests: int = 0
+    blocks_used: int = 0
+    """Held by requests, transfers or samples; cached blocks that nobody holds count as free."""
+
+    blocks_total: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    decode_steps: int = 0
+    route_bytes: int = 0
+    routes_dropped: int = 0
+    """Rows given up because the byte bound was reached; they train as unknown routes."""
+
+    kv_transfers: int = 0
+
+
+class Engine(Protocol):
+    """One replica of the model. Errors are the classes of `common/errors.py`."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """Weights of the next step; None until the first update."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None:
+        """Abort what runs and end the engine's thread."""
+        ...
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult: ...
+
+    def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[SampleChunk]:
+        """Stream chunks: when a sample ends, when the version changes, and at least every `flush_s` seconds.
+
+        Closing the iterator early aborts the request.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> int:
+        """End a request in whatever phase; returns the samples ended, once their blocks are free. Unknown ids: 0."""
+        ...
+
+    def export_kv(self, transfer_id: str) -> KvPayload:
+        """The KV of a prefill, as many times as wanted until `release_kv` or expiry."""
+        ...
+
+    def release_kv(self, transfer_id: str) -> bool:
+        """Free a prefill's KV; False if there is none of that id."""
+        ...
+
+    def routes(self, key: str) -> tuple[memoryview, int]:
+        """Rows uint8 `[n, moe_layers, top_k]` and the position of the first.
+
+        `key` is a request id (rows computed at prefill) or a sample id (rows computed at decode).
+        """
+        ...
+
+    def release_routes(self, key: str) -> bool: ...
+
+    async def update(
+        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[Mapping[str, Any]], None]
+    ) -> UpdateReport:
+        """Swap weights between two steps: pause, keep KV, apply, verify, resume; on any exception, roll back and raise.
+
+        `tensors` are complete, by Hugging Face name (torch or numpy). `verify` is called while paused, on the engine's
+        thread, with the live parameters as numpy arrays by the same names; it raises to reject the update.
+        """
+        ...
+
+    async def checksums(self, reduce: Callable[[str, Any], int]) -> dict[str, int]:
+        """`reduce(name, array)` of every live parameter, between two steps."""
+        ...
+
+    async def probe(self, token_ids: Sequence[int], salt: str) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`, computed whole, the prefix cache neither read nor written."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def drain_busy(self) -> list[BusyInterval]:
+        """Intervals of work finished since the last call; shorter gaps than 20 ms are bridged."""
+        ...
+
+    def drain_kv_events(self) -> list[KvEvent]: ...

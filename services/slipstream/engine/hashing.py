@@ -1,0 +1,27 @@
+"""Salted hash chain over blocks of tokens: the key of the prefix cache, the same in engine, router and runner.
+
+A block's hash covers the salt and every token up to the block's end, so equal hashes mean equal prefixes under equal
+salts. Only full blocks have one. Golden values are in `tests/unit/engine/test_hashing.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+
+def block_hashes(salt: str, token_ids: Sequence[int], block_size: int) -> list[int]:
+    """Unsigned 64-bit hashes of the full blocks of `token_ids`, first to last.
+
+    Each is BLAKE2b (8 bytes, read little-endian) of the parent's 8 bytes followed by the block's token ids as
+    little-endian int32; the parent of the first block is the same hash of the salt's UTF-8 bytes.
+    """
+    parent = hashlib.blake2b(salt.encode(), digest_size=8).digest()
+    layout = struct.Struct(f"<{block_size}i")
+    hashes = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        block = layout.pack(*token_ids[start : start + block_size])
+        parent = hashlib.blake2b(parent + block, digest_size=8).digest()
+        hashes.append(int.from_bytes(parent, "little"))
+    return hashes

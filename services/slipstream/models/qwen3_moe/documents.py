@@ -1,0 +1,127 @@
+"""Packed documents and the trainer's attention node.
+
+`Documents` describes sequences laid end to end in one row of tokens `[1, T]`: every layer but attention then works on
+real tokens alone, and attention spreads them into a padded batch, where each document sees itself only.
+
+T = packed tokens, B = documents, L = longest document, N = heads, H = head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.protocols.module import Module
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the tokens of packed documents lie; pass it as the model's `attention_masks`."""
+
+    shape: tuple[int, int]
+    """Documents and longest length: the padded batch."""
+
+    positions_1T: Tensor
+    """Position of each token in its document: the model's `positions`."""
+
+    token_of_slot: Tensor
+    """`[B*L]`: index of the token in each padded slot; slots of padding repeat token 0."""
+
+    slot_of_token_T: Tensor
+    """`[T]`: index of each token's padded slot."""
+
+    padding_slots: Tensor
+    """Indices of slots that hold no token."""
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> Documents:
+        """Documents of these lengths, in order."""
+        lengths_B = torch.tensor(lengths, dtype=torch.int64)
+        longest = int(lengths_B.max())
+        slots_BL = torch.arange(longest).expand(len(lengths), longest)
+        real_BL = slots_BL < lengths_B[:, None]
+        slot_of_token_T = real_BL.reshape(-1).nonzero().squeeze(1)
+        token_of_slot = torch.zeros(len(lengths) * longest, dtype=torch.int64)
+        token_of_slot[slot_of_token_T] = torch.arange(slot_of_token_T.numel())
+        return cls(
+            shape=(len(lengths), longest),
+            positions_1T=slots_BL[real_BL].unsqueeze(0),
+            token_of_slot=token_of_slot,
+            slot_of_token_T=slot_of_token_T,
+            padding_slots=(~real_BL).reshape(-1).nonzero().squeeze(1),
+        )
+
+
+class _Spread(torch.autograd.Function):
+    """Packed rows into padded slots. Padding takes copies of token 0, whose gradient must not count them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T: Tensor, documents: Documents) -> Tensor:
+        ctx.documents = documents
+        return x_T.index_select(0, documents.token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.documents.slot_of_token_T), None
+
+
+class _Collect(torch.autograd.Function):
+    """Padded slots back into packed rows; the gradient of padding is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x_slots: Tensor, documents: Documents) -> Tensor:
+        ctx.documents = documents
+        return x_slots.index_select(0, documents.slot_of_token_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        grad_slots = grads[0].index_select(0, ctx.documents.token_of_slot)
+        grad_slots[ctx.documents.padding_slots] = 0.0
+        return grad_slots, None
+
+
+class DocumentAttention(Module):
+    """Causal attention within each document: `[1, T]` with `Documents`, or a plain padded batch `[B, L]` without.
+
+    In a plain batch padding must be on the right, where causality hides it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """No options."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Documents | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention output in the layout of `q_BLNH`."""
+        if attention_masks is None:
+            return _causal(q_BLNH, k_BLNH, v_BLNH, scale)
+        documents = attention_masks
+        q, k, v = (
+            _Spread.apply(x[0], documents).view(*documents.shape, *x.shape[2:]) for x in (q_BLNH, k_BLNH, v_BLNH)
+        )
+        out = _causal(q, k, v, scale)
+        return _Collect.apply(out.flatten(0, 1), documents).unsqueeze(0)
+
+
+def _causal(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, scale: float | None) -> Tensor:
+    """Causal attention; key and value heads are repeated for the query heads that share them."""
+    repeats = q_BLNH.shape[2] // k_BLNH.shape[2]
+    if repeats > 1:
+        k_BLNH, v_BLNH = k_BLNH.repeat_interleave(repeats, 2), v_BLNH.repeat_interleave(repeats, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)

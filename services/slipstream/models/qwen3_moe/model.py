@@ -1,0 +1,128 @@
+"""Qwen3-MoE as torchtitan's module tree (`torchtitan.models.qwen3`), with nodes of our own where a CPU asks for them.
+
+    model = build_model(config)                     # trainer: attention within packed documents
+    init_weights(model, seed=0)
+    documents = Documents.of_lengths([12, 17])      # 29 tokens laid end to end
+    logits_1TV = model(tokens_1T, documents.positions_1T, documents)
+
+The forward pass is torchtitan's: `model(tokens, positions, attention_masks)`. `attention_masks` goes unread to the
+`inner_attention` node, so its type is that node's: `Documents` here (or None for a right-padded batch `[B, L]`), the
+embedded engine's paged context there. `model.routes` (see `routing.py`) captures, replays and balances routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torchtitan.tools.utils
+from torch import Tensor, nn
+
+# torchtitan's token dispatcher copies this name when it is imported, so it is set before.
+torchtitan.tools.utils.device_type = "cpu"
+
+from torchtitan.models.common.embedding import Embedding  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
+from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
+from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_moe_layers  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+
+from slipstream.models.qwen3_moe.config import MoeConfig  # noqa: E402
+from slipstream.models.qwen3_moe.documents import DocumentAttention, Documents  # noqa: E402
+from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts  # noqa: E402
+from slipstream.models.qwen3_moe.routing import ReplayRouter, Routes  # noqa: E402
+
+__all__ = ["Documents", "MoeModel", "Rope", "Routes", "build_model", "init_weights"]
+
+
+class Rope(CosSinRoPE):
+    """Rotary embedding for positions `[1, T]`, without torchtitan's distributed bookkeeping around a table lookup."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """Same fields as torchtitan's."""
+
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rotate query and key `[B, L, N, H]`; `positions` is `[1, L]`, `[B, L]`, or None for 0 to L-1."""
+        if positions is None:
+            table = self.cache[: query.shape[1]].unsqueeze(0)
+        else:
+            table = self.cache[positions]
+        return self.apply_rotary_emb(query, key, table.unsqueeze(2))
+
+
+class MoeModel(Qwen3Model):
+    """torchtitan's Qwen3 model with its `Routes` and our sizes."""
+
+    routes: Routes
+    sizes: MoeConfig
+
+
+def build_model(config: MoeConfig, attention: Module.Config | None = None) -> MoeModel:
+    """The model, float32, weights not initialised. `attention` replaces the trainer's attention node."""
+    layers = _build_qwen3_moe_layers(
+        n_layers=config.n_layers,
+        dim=config.dim,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        moe_hidden_dim=config.expert_dim,
+        num_experts=config.n_experts,
+        top_k=config.top_k,
+        attn_backend="flex",  # replaced below
+        moe_comm_backend="standard",  # replaced below
+        rope=Rope.Config(dim=config.head_dim, max_seq_len=config.max_context_tokens, theta=config.rope_theta),
+    )
+    for layer in layers:
+        _replace_nodes(layer, config, attention or DocumentAttention.Config())
+    model = MoeModel(
+        Qwen3Model.Config(
+            vocab_size=config.vocab_size,
+            dim=config.dim,
+            norm=RMSNorm.Config(normalized_shape=config.dim, eps=config.norm_eps),
+            tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.dim),
+            lm_head=Linear.Config(in_features=config.dim, out_features=config.vocab_size),
+            layers=layers,
+        )
+    )
+    model.sizes = config
+    model.routes = Routes(config.n_layers, config.top_k)
+    for index, layer in enumerate(model.layers.values()):
+        router: Any = layer.moe.router  # pyright: ignore[reportAttributeAccessIssue]
+        router.routes, router.layer = model.routes, index
+    return model
+
+
+def _replace_nodes(layer: Any, config: MoeConfig, attention: Module.Config) -> None:
+    """Put our attention, router and expert nodes into one block's config."""
+    layer.attention.inner_attention = attention
+    for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
+        norm.eps = config.norm_eps
+    layer.moe.load_balance_coeff = None  # a balance loss instead of torchtitan's expert bias
+    layer.moe.router = _retype(ReplayRouter.Config, layer.moe.router)
+    experts = layer.moe.routed_experts
+    experts.inner_experts = _retype(SplitExperts.Config, experts.inner_experts)
+    experts.token_dispatcher = PermutingDispatcher.Config(num_experts=config.n_experts, top_k=config.top_k)
+
+
+def _retype(config_class: Any, config: Any) -> Any:
+    """The same config for another node class."""
+    return config_class(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+@torch.no_grad()
+def init_weights(model: MoeModel, seed: int) -> None:
+    """Random start: normal, 1/sqrt(fan in), residual outputs scaled down by depth; norms 1. Same seed, same weights."""
+    generator = torch.Generator().manual_seed(seed)
+    residual_scale = 1.0 / math.sqrt(2 * model.sizes.n_layers)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            nn.init.ones_(parameter)
+            continue
+        std = 0.02 if "tok_embeddings" in name else 1.0 / math.sqrt(parameter.shape[-1])
+        if name.endswith(("wo.weight", "w2_EDF")):
+            std *= residual_scale
+        parameter.normal_(0.0, std, generator=generator)

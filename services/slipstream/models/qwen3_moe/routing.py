@@ -1,0 +1,110 @@
+"""The router node: chooses experts, records its choices, or replays choices recorded elsewhere.
+
+Every model has one `Routes` object, `model.routes`, shared by the router nodes of all layers. Set it up before a
+forward pass and read it afterwards:
+
+    model.routes.begin(capture=True)                      # engine: record the chosen experts
+    model(tokens_1T, positions_1T, documents)
+    rows_TLK = model.routes.captured()                    # uint8 [tokens, moe_layers, top_k]
+
+    model.routes.begin(replay_TLK=rows_TLK, balance=True)  # trainer: routing replay
+    logits = model(tokens_1T, positions_1T, documents)
+    loss = loss + 0.001 * model.routes.balance_loss()
+
+Replay takes the recorded expert ids in place of the top-k choice, but gathers the gate weights from this model's own
+scores, so that the gate still learns. Id 255 means unknown: that token is routed live in that layer. `T` counts tokens
+in the order of the flattened `[B, L]` input; a state set by `begin` holds for one forward pass.
+
+T = tokens, L = MoE layers, K = experts a token, E = experts, D = width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+UNKNOWN_EXPERT = 255
+
+
+class Routes:
+    """What the routers of one model replay, and what they recorded in the last forward pass."""
+
+    def __init__(self, moe_layers: int, top_k: int) -> None:
+        self.moe_layers = moe_layers
+        self.top_k = top_k
+        self.begin()
+
+    def begin(
+        self,
+        *,
+        replay_TLK: Tensor | None = None,
+        capture: bool = False,
+        balance: bool = False,
+        token_mask_T: Tensor | None = None,
+    ) -> None:
+        """Say what the next forward pass does. `token_mask_T` (bool) leaves padding out of the balance loss."""
+        self.capture = capture
+        self.balance = balance
+        self.token_mask_T = token_mask_T
+        self.replay_LTK: Tensor | None = None
+        self.known_LT1: Tensor | None = None
+        self._chosen: list[Tensor] = []
+        self._balance_terms: list[Tensor] = []
+        if replay_TLK is not None:
+            replay_LTK = replay_TLK.permute(1, 0, 2).to(torch.int64)
+            known_LT1 = (replay_LTK != UNKNOWN_EXPERT).all(-1, keepdim=True)
+            self.known_LT1 = None if bool(known_LT1.all()) else known_LT1
+            self.replay_LTK = replay_LTK.contiguous()
+
+    def choose(self, layer: int, scores_TE: Tensor) -> Tensor:
+        """Expert ids `[T, K]` of one layer: replayed where known, else the top k of `scores_TE`."""
+        if self.replay_LTK is None:
+            ids_TK = torch.topk(scores_TE, self.top_k, dim=-1).indices
+        elif self.known_LT1 is None:
+            ids_TK = self.replay_LTK[layer]
+        else:
+            live_TK = torch.topk(scores_TE, self.top_k, dim=-1).indices
+            ids_TK = torch.where(self.known_LT1[layer], self.replay_LTK[layer], live_TK)
+        if self.capture:
+            self._chosen.append(ids_TK)
+        if self.balance:
+            self._balance_terms.append(self._balance_term(scores_TE, ids_TK))
+        return ids_TK
+
+    def captured(self) -> Tensor:
+        """The experts chosen in the last forward pass, uint8 `[T, L, K]`."""
+        return torch.stack(self._chosen, dim=1).to(torch.uint8)
+
+    def balance_loss(self) -> Tensor:
+        """Switch-style load-balance loss, the mean over layers: 1 when experts are used evenly, up to E / K."""
+        return torch.stack(self._balance_terms).mean()
+
+    def _balance_term(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        expert_count = scores_TE.shape[-1]
+        if self.token_mask_T is not None:
+            scores_TE, ids_TK = scores_TE[self.token_mask_T], ids_TK[self.token_mask_T]
+        share_E = torch.bincount(ids_TK.reshape(-1), minlength=expert_count) / ids_TK.numel()
+        return expert_count * (share_E * scores_TE.mean(0)).sum()
+
+
+class ReplayRouter(TokenChoiceTopKRouter):
+    """torchtitan's softmax top-k router, with `Routes` making the choice."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        """Same fields as torchtitan's router."""
+
+    routes: Routes
+    layer: int
+
+    def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate weights `[B, L, K]`, expert ids `[B, L, K]` and all scores `[B, L, E]`."""
+        scores_BLE = F.softmax(self.gate(x_BLD), dim=-1)
+        ids_TK = self.routes.choose(self.layer, scores_BLE.flatten(0, 1))
+        ids_BLK = ids_TK.view(*x_BLD.shape[:2], -1)
+        weights_BLK = scores_BLE.gather(-1, ids_BLK)
+        return weights_BLK / weights_BLK.sum(-1, keepdim=True), ids_BLK, scores_BLE
