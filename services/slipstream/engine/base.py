@@ -11,9 +11,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from slipstream.common.version import PolicyVersion
 
 FinishReason = Literal["", "stop", "length", "aborted"]
+
+NO_VERSION = PolicyVersion(0, 0)
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,8 @@ class SampleChunk:
     versions: list[tuple[int, PolicyVersion]] = field(default_factory=list)
     """Run-length spans over `token_ids`: (count, weights that sampled them)."""
 
-    kv_oldest_version: PolicyVersion = PolicyVersion(0, 0)
-    """Oldest weights behind any KV that these tokens, or earlier ones of this sample, rest on."""
+    kv_oldest_version: PolicyVersion = NO_VERSION
+    """Oldest weights behind any KV of this sample; the same in all its chunks, as later KV is never older."""
 
     finish_reason: FinishReason = ""
     """Set on the last chunk of a sample."""
@@ -198,6 +202,18 @@ class EngineLoad:
     kv_transfers: int = 0
 
 
+class PausedEngine(Protocol):
+    """What `verify` sees of an engine between two steps, the new weights in place."""
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The live parameters by Hugging Face name, as the engine will use them. Valid during the call only."""
+        ...
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of `token_ids[1:]` under the new weights, on KV of their own."""
+        ...
+
+
 class Engine(Protocol):
     """One replica of the model. Errors are the classes of `common/errors.py`."""
 
@@ -224,6 +240,10 @@ class Engine(Protocol):
         """
         ...
 
+    def decode_batches(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[list[SampleChunk]]:
+        """Like `decode`, but chunks that are ready together come together: one message on the wire for each list."""
+        ...
+
     async def abort(self, request_id: str) -> int:
         """End a request in whatever phase; returns the samples ended, once their blocks are free. Unknown ids: 0."""
         ...
@@ -246,16 +266,16 @@ class Engine(Protocol):
     def release_routes(self, key: str) -> bool: ...
 
     async def update(
-        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[Mapping[str, Any]], None]
+        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
         """Swap weights between two steps: pause, keep KV, apply, verify, resume; on any exception, roll back and raise.
 
         `tensors` are complete, by Hugging Face name (torch or numpy). `verify` is called while paused, on the engine's
-        thread, with the live parameters as numpy arrays by the same names; it raises to reject the update.
+        thread, and raises to reject the update; so no token is ever sampled by weights that were not verified.
         """
         ...
 
-    async def checksums(self, reduce: Callable[[str, Any], int]) -> dict[str, int]:
+    async def checksums(self, reduce: Callable[[str, np.ndarray], int]) -> dict[str, int]:
         """`reduce(name, array)` of every live parameter, between two steps."""
         ...
 

@@ -1,0 +1,32 @@
+"""Sizes of the embedded engine. Imports no torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from slipstream.common.config import BaseConfig
+
+
+class EmbeddedConfig(BaseConfig):
+    """How much the embedded engine holds and runs at once."""
+
+    block_size_tokens: int = Field(default=8, ge=1)
+    """Tokens of one KV block. Only full blocks are shared and cached."""
+
+    block_count: int = Field(default=4096, ge=8)
+    """KV blocks in the pool."""
+
+    max_running_samples: int = Field(default=128, ge=1)
+    """Samples decoded together."""
+
+    max_waiting_requests: int = Field(default=1024, ge=1)
+    """Requests that wait for room; one more is refused."""
+
+    max_prefill_tokens: int = Field(default=2048, ge=1)
+    """Prompt tokens computed in one forward pass, so that running samples do not wait longer than that."""
+
+    route_bytes: int = Field(default=64 << 20, ge=0)
+    """Expert routes kept for the trainer; the oldest are dropped beyond."""
+
+    transfer_ttl_s: float = Field(default=60.0, gt=0)
+    """KV of a prefill that nobody released is freed after this long."""
