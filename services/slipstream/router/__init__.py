@@ -1,0 +1,1 @@
+"""The router: which prefill and which decode worker a turn goes to."""

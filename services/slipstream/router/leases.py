@@ -1,0 +1,71 @@
+"""Placement leases: counted against their workers until released or expired."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from slipstream.common.errors import PoolSaturated
+from slipstream.router.pool import Worker
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A turn's place on two workers."""
+
+    placement_id: str
+    group_id: str
+    prefill: Worker
+    decode: Worker
+    prefill_epoch: str
+    decode_epoch: str
+    sample_count: int
+    expires_at_s: float
+
+
+class PlacementLeases:
+    """Holds every open placement. Expiry order equals creation order, so the oldest is checked first."""
+
+    def __init__(self, ttl_s: float, capacity: int) -> None:
+        self.ttl_s = ttl_s
+        self._capacity = capacity
+        self._open: OrderedDict[str, Placement] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, placement: Placement) -> None:
+        """Count a placement against its workers.
+
+        Raises:
+            PoolSaturated: the bound on open placements is reached.
+        """
+        if len(self._open) >= self._capacity:
+            raise PoolSaturated(f"{self._capacity} placements are open", pool="placements", limit=self._capacity)
+        self._open[placement.placement_id] = placement
+        placement.decode.placed_samples += placement.sample_count
+        placement.prefill.placed_samples += 1
+        for worker in (placement.prefill, placement.decode):
+            worker.placement_count += 1
+
+    def release(self, placement_id: str) -> bool:
+        """End a lease; false if it is not open."""
+        placement = self._open.pop(placement_id, None)
+        if placement is None:
+            return False
+        placement.decode.placed_samples -= placement.sample_count
+        placement.prefill.placed_samples -= 1
+        for worker in (placement.prefill, placement.decode):
+            worker.placement_count -= 1
+        return True
+
+    def expire(self, now_s: float) -> list[str]:
+        """End every lease whose time is over and return their ids."""
+        expired: list[str] = []
+        for placement_id, placement in self._open.items():
+            if placement.expires_at_s > now_s:
+                break
+            expired.append(placement_id)
+        for placement_id in expired:
+            self.release(placement_id)
+        return expired

@@ -1,0 +1,68 @@
+"""The placement policy: prefix affinity until a worker is saturated, then load. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from slipstream.common.errors import NoWorker, PoolSaturated
+from slipstream.common.version import PolicyVersion
+from slipstream.router.pool import Worker
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one turn of a group asks of a worker."""
+
+    block_hashes: Sequence[int]
+    sample_count: int
+    min_version: PolicyVersion
+    avoid_replicas: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class PlacementPolicy:
+    """Limits of the policy; see RouterConfig for their meaning."""
+
+    silence_s: float
+    saturation_fraction: float
+    affinity_slack_samples: int
+
+    def choose(self, pool_name: str, workers: Sequence[Worker], demand: Demand, now_s: float) -> Worker:
+        """Pick the worker of one pool.
+
+        Never one that is stale, silent or below the asked version, however idle it is. Replicas to
+        avoid are offered only when nothing else is left.
+
+        Raises:
+            NoWorker: no worker of the pool can serve the version.
+            PoolSaturated: all that can are full.
+        """
+        able = [
+            worker
+            for worker in workers
+            if worker.routable(now_s, self.silence_s) and worker.version >= demand.min_version
+        ]
+        if not able:
+            raise NoWorker(
+                f"no routable {pool_name} worker serves {demand.min_version} or newer",
+                pool=pool_name,
+                min_policy_version=str(demand.min_version),
+            )
+        free = [worker for worker in able if not worker.saturated(demand.sample_count, self.saturation_fraction)]
+        if not free:
+            # A group bigger than a worker's slots could never be placed; an idle worker queues it.
+            free = [worker for worker in able if worker.busy_samples == 0]
+        if not free:
+            raise PoolSaturated(f"all {len(able)} {pool_name} workers are full", pool=pool_name)
+        wanted = [worker for worker in free if worker.replica not in demand.avoid_replicas] or free
+        least_busy = min(worker.busy_samples for worker in wanted)
+        near = [worker for worker in wanted if worker.busy_samples <= least_busy + self.affinity_slack_samples]
+        return max(
+            near,
+            key=lambda worker: (
+                worker.prefix.matched_blocks(demand.block_hashes),
+                -worker.busy_samples,
+                -worker.placement_count,
+            ),
+        )

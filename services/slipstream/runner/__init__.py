@@ -1,0 +1,1 @@
+"""The runner: environments, agent loops and the inference client."""

@@ -1,0 +1,47 @@
+"""Configuration of the runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from slipstream.common.config import ServiceConfig
+from slipstream.environments.config import EnvironmentConfig
+
+
+class RunnerConfig(ServiceConfig):
+    """Everything the runner reads."""
+
+    orchestrator_address: str = "127.0.0.1:0"
+    """host:port of the orchestrator."""
+
+    router_address: str = "127.0.0.1:0"
+    """host:port of the router."""
+
+    sandbox_address: str = ""
+    """host:port of the sandbox executor; empty when no environment executes code."""
+
+    model_dir: Path = Path("model")
+    """Directory with tokenizer.json."""
+
+    environments: list[EnvironmentConfig] = Field(default_factory=list)
+    """Environments this runner can run."""
+
+    max_running_groups: int = Field(default=64, ge=1, le=4096)
+    """Groups run at once."""
+
+    block_size_tokens: int = Field(default=8, ge=1)
+    """KV block size of the workers, in tokens: what prefix hashes are computed over."""
+
+    spool_limit_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """Bytes of rows held for the trainer; above it no new group is taken."""
+
+    environment_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest time environment code may take for one call, in seconds."""
+
+    report_period_s: float = Field(default=0.02, gt=0)
+    """Finished groups are collected for this long before they are reported together, in seconds."""
+
+    rollout_log_limit_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Bytes written under rollouts/ at most; later rollouts are not logged."""

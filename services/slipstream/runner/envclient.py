@@ -1,0 +1,172 @@
+"""The runner's side of an environment worker: a child process that runs environment code and the tokenizer.
+
+One JSON object a line over a socket pair, both ways; replies carry the id of their request, in any order. A worker
+that dies or does not answer in time is replaced; what it was asked fails with `EnvironmentFailed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from slipstream.common.errors import EnvironmentFailed
+
+log = structlog.get_logger()
+
+MAX_LINE_BYTES = 16 * 2**20
+STOP_TIMEOUT_S = 5.0
+RESTART_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class TaskKey:
+    """Which task a group runs; `prompt` replaces the task for a third party's own prompt."""
+
+    environment: str
+    split: str
+    index: int
+    prompt: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"environment": self.environment, "split": self.split, "index": self.index, "prompt": self.prompt}
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A task's prompt, as text and as token ids."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """One sample's score and its text."""
+
+    reward: float
+    correct: bool
+    text: str
+
+
+class EnvironmentWorker:
+    """Owns one environment worker process."""
+
+    def __init__(self, config_arguments: Sequence[str], timeout_s: float) -> None:
+        self._config_arguments = list(config_arguments)
+        self._timeout_s = timeout_s
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._up = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep a worker process running for good. Waits on the process; a dead one is replaced."""
+        try:
+            while True:
+                await self._run_once()
+                await asyncio.sleep(RESTART_PAUSE_S)
+        finally:
+            await self._end_process()
+
+    async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt]:
+        """Render tasks to prompts. Raises `EnvironmentFailed`."""
+        reply = await self._ask({"op": "prompts", "tasks": [task.as_json() for task in tasks]})
+        return [RenderedPrompt(prompt["text"], prompt["token_ids"]) for prompt in reply["prompts"]]
+
+    async def score(
+        self, task: TaskKey, samples: Sequence[tuple[list[int], bool]]
+    ) -> tuple[list[ScoredSample], int]:
+        """Score a group's samples, each (token ids, whether it stopped by itself).
+
+        Returns the scores and how many sandbox executions it took. Raises `EnvironmentFailed`.
+        """
+        request = {
+            "op": "score",
+            "task": task.as_json(),
+            "samples": [{"token_ids": token_ids, "stopped": stopped} for token_ids, stopped in samples],
+        }
+        reply = await self._ask(request)
+        scores = [ScoredSample(float(s["reward"]), bool(s["correct"]), str(s["text"])) for s in reply["scores"]]
+        return scores, int(reply["sandbox_executions"])
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        environment = str(request.get("task", request.get("tasks", [{}])[0] if request.get("tasks") else {}).get("environment", ""))
+        number = next(self._ids)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._up.wait()
+                assert self._writer is not None
+                future = self._waiting[number] = asyncio.get_running_loop().create_future()
+                self._writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
+                await self._writer.drain()
+                reply = await future
+        except TimeoutError:
+            self._kill()
+            raise EnvironmentFailed(
+                f"environment code did not answer within {self._timeout_s:g} s", environment=environment
+            ) from None
+        except ConnectionError as error:
+            raise EnvironmentFailed("the environment worker died", environment=environment) from error
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in reply:
+            raise EnvironmentFailed(reply["error"], environment=environment)
+        return reply
+
+    async def _run_once(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "slipstream.runner.envworker",
+                str(theirs.fileno()),
+                *self._config_arguments,
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        log.info("environment_worker_started", pid=self._process.pid)
+        self._up.set()
+        try:
+            while line := await reader.readline():
+                reply = json.loads(line)
+                future = self._waiting.get(reply["id"])
+                if future is not None and not future.done():
+                    future.set_result(reply)
+        except ConnectionError:
+            log.info("environment_worker_connection_broke")
+        finally:
+            self._up.clear()
+            self._writer.close()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(EnvironmentFailed("the environment worker died"))
+        await self._end_process()
+        log.warning("environment_worker_ended", returncode=self._process.returncode)
+
+    def _kill(self) -> None:
+        """A worker whose code does not come back is of no more use to anyone."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _end_process(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,251 @@
+"""The runner's loops: acquire groups, run them, report them, heartbeat.
+
+| loop | takes | waits for | unblocked by |
+|---|---|---|---|
+| acquire | free group slots | a slot; `AcquireGroups` | a report taken; the orchestrator |
+| heartbeat | leases, acknowledgements | `Heartbeat` long poll | a cancellation, or 1 s |
+| report | finished groups | the report queue; `ReportGroups` | a finished group; the orchestrator |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import uuid4
+
+import grpc
+import structlog
+
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.errors import EnvironmentFailed, RunnerSuperseded, from_rpc_error
+from slipstream.runner.envclient import EnvironmentWorker
+from slipstream.runner.groups import GroupRunner, refs_of, task_of
+from slipstream.runner.peers import Peers
+from slipstream.runner.spool import Spool
+
+log = structlog.get_logger()
+
+ACQUIRE_WAIT_MS = 10_000
+HEARTBEAT_WAIT_MS = 1_000
+CALL_SLACK_S = 10.0
+"""What a long poll's deadline adds to its wait, in seconds."""
+RETRY_S = 0.5
+SPOOL_FULL_WAIT_S = 0.1
+MAX_REPORTS_PER_CALL = 256
+
+AttemptKey = tuple[str, int]
+
+
+@dataclass
+class Running:
+    """One group in progress."""
+
+    assignment: runner_pb2.GroupAssignment
+    task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+
+
+class RunnerLoops:
+    """State shared by the loops. One a process."""
+
+    def __init__(
+        self,
+        runner_id: str,
+        epoch: str,
+        peers: Peers,
+        environments: EnvironmentWorker,
+        groups: GroupRunner,
+        spool: Spool,
+        max_running_groups: int,
+        report_period_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner_id = runner_id
+        self._epoch = epoch
+        self._peers = peers
+        self._environments = environments
+        self._groups = groups
+        self._spool = spool
+        self._report_period_s = report_period_s
+        self._clock = clock
+        self._max_running = max_running_groups
+        self._slots = asyncio.Semaphore(max_running_groups)
+        self._running: dict[AttemptKey, Running] = {}
+        self._reports: asyncio.Queue[runner_pb2.GroupReport] = asyncio.Queue(max_running_groups)
+        self._acknowledged: list[AttemptKey] = []
+        self._group_tasks: asyncio.TaskGroup | None = None
+        self.draining = False
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    async def acquire_loop(self) -> None:
+        async with asyncio.TaskGroup() as self._group_tasks:
+            request_id = str(uuid4())
+            while True:
+                await self._slots.acquire()
+                self._slots.release()
+                if self._spool.full or self.draining:
+                    await asyncio.sleep(SPOOL_FULL_WAIT_S)
+                    continue
+                free = self._max_running - len(self._running)
+                try:
+                    response = await self._peers.orchestrator.AcquireGroups(
+                        runner_pb2.AcquireGroupsRequest(
+                            request_id=request_id,
+                            runner_id=self._runner_id,
+                            runner_epoch=self._epoch,
+                            max_groups=max(free, 1),
+                            wait_ms=ACQUIRE_WAIT_MS,
+                        ),
+                        timeout=ACQUIRE_WAIT_MS / 1000 + CALL_SLACK_S,
+                    )
+                except grpc.aio.AioRpcError as error:
+                    await self._retry_or_raise(error, "acquire")
+                    continue  # with the same request id: what was handed out is not lost
+                request_id = str(uuid4())
+                if response.groups:
+                    await self._start(list(response.groups))
+                elif response.run_ended:
+                    await asyncio.sleep(RETRY_S)
+
+    async def _start(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
+        """Give each group a slot and a task; prompts are rendered in one call."""
+        assert self._group_tasks is not None
+        for assignment in assignments:
+            await self._slots.acquire()
+            self._running[assignment.group_id, assignment.attempt] = Running(assignment)
+        self._group_tasks.create_task(self._render_and_run(assignments))
+
+    async def _render_and_run(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
+        assert self._group_tasks is not None
+        try:
+            prompts = await self._environments.prompts([task_of(assignment) for assignment in assignments])
+        except EnvironmentFailed as error:
+            for assignment in assignments:
+                await self._end(assignment, self._failed(assignment, error))
+            return
+        for assignment, prompt in zip(assignments, prompts, strict=True):
+            running = self._running[assignment.group_id, assignment.attempt]
+            if running.cancelled:
+                await self._end(assignment, None)
+            else:
+                running.task = self._group_tasks.create_task(self._run_group(assignment, prompt))
+
+    async def _run_group(self, assignment: runner_pb2.GroupAssignment, prompt: object) -> None:
+        report: runner_pb2.GroupReport | None = None
+        try:
+            report = await self._groups.run(assignment, prompt)  # type: ignore[arg-type]
+        except asyncio.CancelledError:
+            running = self._running.get((assignment.group_id, assignment.attempt))
+            if running is None or not running.cancelled:
+                raise  # the process ends
+        except Exception as error:  # a bad rollout is data
+            log.exception("group_failed", group_id=assignment.group_id)
+            report = self._failed(assignment, error)
+        await self._end(assignment, report)
+
+    def _failed(self, assignment: runner_pb2.GroupAssignment, error: Exception) -> runner_pb2.GroupReport:
+        return runner_pb2.GroupReport(
+            group=runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt),
+            outcome=runner_pb2.GROUP_OUTCOME_FAILED,
+            reason=getattr(error, "reason", "RUNNER_ERROR"),
+            detail=str(error)[:4096],
+        )
+
+    async def _end(self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport | None) -> None:
+        """Queue the report, or acknowledge the cancellation, and free the slot."""
+        key = (assignment.group_id, assignment.attempt)
+        running = self._running.pop(key, None)
+        if running is not None and running.cancelled:
+            self._acknowledged.append(key)
+            if report is not None:
+                self._drop(report)
+        elif report is not None:
+            await self._reports.put(report)
+        self._slots.release()
+
+    def _drop(self, report: runner_pb2.GroupReport) -> None:
+        keys, routes = refs_of(report)
+        for key in keys:
+            self._spool.release(key)
+        self._peers.release_routes(routes)
+
+    async def heartbeat_loop(self) -> None:
+        while True:
+            acknowledged, self._acknowledged = self._acknowledged, []
+            try:
+                response = await self._peers.orchestrator.Heartbeat(
+                    runner_pb2.HeartbeatRequest(
+                        runner_id=self._runner_id,
+                        runner_epoch=self._epoch,
+                        running=[runner_pb2.GroupAttempt(group_id=g, attempt=a) for g, a in self._running],
+                        acknowledged=[runner_pb2.GroupAttempt(group_id=g, attempt=a) for g, a in acknowledged],
+                        spool_bytes=self._spool.size_bytes,
+                        spool_limit_bytes=self._spool.limit_bytes,
+                        wait_ms=0 if self._acknowledged else HEARTBEAT_WAIT_MS,
+                    ),
+                    timeout=HEARTBEAT_WAIT_MS / 1000 + CALL_SLACK_S,
+                )
+            except grpc.aio.AioRpcError as error:
+                self._acknowledged = acknowledged + self._acknowledged
+                await self._retry_or_raise(error, "heartbeat")
+                continue
+            if response.cancellations:
+                self._cancel(list(response.cancellations))
+                await asyncio.sleep(0.005)  # let the aborts go out before the acknowledgement is asked for
+
+    def _cancel(self, cancellations: list[runner_pb2.GroupCancellation]) -> None:
+        for cancellation in cancellations:
+            key = (cancellation.group.group_id, cancellation.group.attempt)
+            running = self._running.get(key)
+            if running is None:  # ended before, or never heard of: nothing of it is in an engine
+                if key not in self._acknowledged:
+                    self._acknowledged.append(key)
+            elif not running.cancelled:
+                running.cancelled = True
+                log.info("group_cancelled", group_id=key[0], attempt=key[1], reason=cancellation.reason)
+                if running.task is not None:
+                    running.task.cancel()
+
+    async def report_loop(self) -> None:
+        while True:
+            reports = [await self._reports.get()]
+            await asyncio.sleep(self._report_period_s)
+            while not self._reports.empty() and len(reports) < MAX_REPORTS_PER_CALL:
+                reports.append(self._reports.get_nowait())
+            await self._report(reports)
+
+    async def _report(self, reports: list[runner_pb2.GroupReport]) -> None:
+        request = runner_pb2.ReportGroupsRequest(
+            request_id=str(uuid4()), runner_id=self._runner_id, runner_epoch=self._epoch, reports=reports
+        )
+        while True:
+            try:
+                response = await self._peers.orchestrator.ReportGroups(request, timeout=CALL_SLACK_S)
+            except grpc.aio.AioRpcError as error:
+                await self._retry_or_raise(error, "report")
+                continue
+            break
+        by_key = {(report.group.group_id, report.group.attempt): report for report in reports}
+        for attempt in (*response.refused, *response.unneeded):
+            report = by_key.get((attempt.group_id, attempt.attempt))
+            if report is not None:
+                self._drop(report)
+
+    async def _retry_or_raise(self, error: grpc.aio.AioRpcError, what: str) -> None:
+        """An orchestrator that is away comes back; one that disowns this runner ends it."""
+        rebuilt = from_rpc_error(error)
+        if isinstance(rebuilt, RunnerSuperseded):
+            raise rebuilt from error
+        log.warning("orchestrator_call_failed", call=what, reason=rebuilt.reason, detail=rebuilt.message)
+        await asyncio.sleep(RETRY_S)
+
+    async def drain(self) -> None:
+        """Take no more groups and wait until what runs is reported. The caller bounds the time."""
+        self.draining = True
+        while self._running or not self._reports.empty():
+            await asyncio.sleep(SPOOL_FULL_WAIT_S)

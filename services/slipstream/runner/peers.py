@@ -1,0 +1,94 @@
+"""The runner's channels to its peers, one a process, and what is given back to them in batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from uuid import uuid4
+
+import grpc
+import structlog
+
+from slipstream.api.inference.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc, runner_pb2_grpc
+from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.channel import open_channel
+
+log = structlog.get_logger()
+
+GIVE_BACK_PERIOD_S = 0.1
+GIVE_BACK_TIMEOUT_S = 10.0
+MAX_GIVE_BACK_ITEMS = 65536
+"""Placements or keys waiting to be given back; beyond, the lease or the holder's byte bound frees them."""
+
+
+class Peers:
+    """Opens each channel once. Addresses of workers come from placements, the rest from the configuration."""
+
+    def __init__(self, orchestrator: str, router: str, token: str | None) -> None:
+        self._token = token
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.orchestrator = runner_pb2_grpc.RunnerServiceStub(self._channel(orchestrator))
+        self.router = routing_pb2_grpc.RouterServiceStub(self._channel(router))
+        self._prefill: dict[str, prefill_pb2_grpc.PrefillServiceStub] = {}
+        self._decode: dict[str, decode_pb2_grpc.DecodeServiceStub] = {}
+        self._placements: list[str] = []
+        self._route_keys: defaultdict[str, list[str]] = defaultdict(list)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, self._token)
+        return channel
+
+    def prefill(self, address: str) -> prefill_pb2_grpc.PrefillServiceStub:
+        stub = self._prefill.get(address)
+        if stub is None:
+            stub = self._prefill[address] = prefill_pb2_grpc.PrefillServiceStub(self._channel(address))
+        return stub
+
+    def decode(self, address: str) -> decode_pb2_grpc.DecodeServiceStub:
+        stub = self._decode.get(address)
+        if stub is None:
+            stub = self._decode[address] = decode_pb2_grpc.DecodeServiceStub(self._channel(address))
+        return stub
+
+    def release_placement(self, placement_id: str) -> None:
+        """Queue a placement lease for the next batch. A full queue leaves it to its TTL."""
+        if len(self._placements) < MAX_GIVE_BACK_ITEMS:
+            self._placements.append(placement_id)
+
+    def release_routes(self, refs: list[types_pb2.RowsRef]) -> None:
+        """Queue routes that nobody will train on. A full queue leaves them to the holder's bound."""
+        for ref in refs:
+            keys = self._route_keys[ref.holder]
+            if len(keys) < MAX_GIVE_BACK_ITEMS:
+                keys.append(ref.key)
+
+    async def give_back_loop(self) -> None:
+        """Send what is queued. Waits on nothing but its own clock; a failed call is left to TTLs and bounds."""
+        while True:
+            await asyncio.sleep(GIVE_BACK_PERIOD_S)
+            await self.give_back()
+
+    async def give_back(self) -> None:
+        placements, self._placements = self._placements, []
+        routes, self._route_keys = self._route_keys, defaultdict(list)
+        calls = []
+        if placements:
+            request = routing_pb2.ReleaseRequest(request_id=str(uuid4()), placement_ids=placements)
+            calls.append(self.router.Release(request, timeout=GIVE_BACK_TIMEOUT_S))
+        for holder, keys in routes.items():
+            stub = rows_pb2_grpc.RowsServiceStub(self._channel(holder))
+            release = rows_pb2.ReleaseRowsRequest(request_id=str(uuid4()), keys=keys)
+            calls.append(stub.ReleaseRows(release, timeout=GIVE_BACK_TIMEOUT_S))
+        for call in calls:
+            try:
+                await call
+            except grpc.aio.AioRpcError as error:
+                log.info("give_back_failed", code=error.code().name)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()

@@ -1,0 +1,231 @@
+"""The inference client: one model turn of a group, through router, prefill and decode.
+
+    Place -> Prefill (KV stays at the worker) -> Decode (pulls the KV, streams samples) -> Release
+
+A turn that fails at a worker is placed again, away from that worker, within the group's deadline. Retries
+live here and nowhere else on this path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.routing.v1 import routing_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common import errors
+from slipstream.engine.hashing import block_hashes
+from slipstream.runner.peers import Peers
+
+log = structlog.get_logger()
+
+PLACE_AGAIN = (
+    errors.WorkerStale,
+    errors.KvTransferFailed,
+    errors.KvUnknown,
+    errors.NoWorker,
+    errors.PoolSaturated,
+    errors.StateUnavailable,
+    errors.EngineFull,
+    errors.Unreachable,
+)
+"""What another placement may heal."""
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+ABORT_TIMEOUT_S = 5.0
+UNARY_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Sample:
+    """One sampled answer, as it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[types_pb2.VersionSpan] = field(default_factory=list)
+    finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+    routes: types_pb2.RowsRef | None = None
+
+    def extend(self, chunk: decode_pb2.SampleChunk) -> None:
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.spans.extend(chunk.spans)
+        if chunk.finish_reason:
+            self.finish_reason = chunk.finish_reason
+            if chunk.HasField("routes"):
+                self.routes = chunk.routes
+
+
+@dataclass
+class Turn:
+    """What came of one model turn of a group."""
+
+    samples: list[Sample]
+    prefill_routes: types_pb2.RowsRef | None
+    cached_token_count: int
+
+
+@dataclass
+class TurnAttempt:
+    """Where an attempt at a turn has got to: what must be given back when it ends early."""
+
+    request_id: str
+    placement: routing_pb2.PlaceResponse | None = None
+    prefilling: bool = False
+    decoding: bool = False
+
+
+class TurnClient:
+    """Runs model turns. One a runner; safe to use from many tasks."""
+
+    def __init__(self, peers: Peers, block_size_tokens: int) -> None:
+        self._peers = peers
+        self._block_size_tokens = block_size_tokens
+
+    async def run(
+        self, assignment: runner_pb2.GroupAssignment, token_ids: Sequence[int], deadline_s: float
+    ) -> Turn:
+        """Sample `sample_count` answers to the prompt `token_ids`.
+
+        `deadline_s` is in `time.monotonic()` terms. Cancelling the task aborts the request at both
+        workers and returns only when their blocks are free.
+
+        Raises:
+            DeadlineExceeded: no placement brought it to an end in time.
+            SlipstreamError: what no other placement can heal.
+        """
+        hashes = block_hashes(assignment.salt, token_ids[:-1], self._block_size_tokens)
+        avoid: list[str] = []
+        backoff_s = FIRST_BACKOFF_S
+        retry = 0
+        while True:
+            attempt = TurnAttempt(f"{assignment.group_id}.{assignment.attempt}" + (f"~{retry}" if retry else ""))
+            try:
+                async with asyncio.timeout(max(deadline_s - time.monotonic(), 0)):
+                    return await self._once(assignment, token_ids, hashes, avoid, attempt)
+            except TimeoutError as error:
+                raise errors.DeadlineExceeded("the turn did not end before the group's deadline") from error
+            except PLACE_AGAIN as error:
+                log.info("turn_placed_again", request_id=attempt.request_id, reason=error.reason, retry=retry)
+                if attempt.placement is not None:
+                    avoid = [attempt.placement.decode.replica if attempt.decoding else attempt.placement.prefill.replica]
+            retry += 1
+            pause_s = backoff_s * (0.5 + random.random())  # noqa: S311 - jitter
+            if time.monotonic() + pause_s >= deadline_s:
+                raise errors.DeadlineExceeded(f"{retry} placements failed before the group's deadline")
+            await asyncio.sleep(pause_s)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _once(
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        token_ids: Sequence[int],
+        hashes: Sequence[int],
+        avoid: list[str],
+        attempt: TurnAttempt,
+    ) -> Turn:
+        finished = False
+        try:
+            turn = await self._place_prefill_decode(assignment, token_ids, hashes, avoid, attempt)
+            finished = True
+            return turn
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc_error(error) from error
+        finally:
+            if not finished:
+                await self._give_back(attempt)
+            if attempt.placement is not None:
+                self._peers.release_placement(attempt.placement.placement_id)
+
+    async def _place_prefill_decode(
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        token_ids: Sequence[int],
+        hashes: Sequence[int],
+        avoid: list[str],
+        attempt: TurnAttempt,
+    ) -> Turn:
+        attempt.placement = placement = await self._peers.router.Place(
+            routing_pb2.PlaceRequest(
+                request_id=attempt.request_id,
+                group_id=assignment.group_id,
+                block_hashes=hashes,
+                prompt_token_count=len(token_ids),
+                sample_count=assignment.sample_count,
+                max_new_tokens=assignment.sampling.max_new_tokens,
+                min_policy_version=assignment.dispatch_version,
+                avoid_replicas=avoid,
+            ),
+            timeout=UNARY_TIMEOUT_S,
+        )
+        prompt = prefill_pb2.Prompt(new_token_ids=token_ids)
+        attempt.prefilling = True
+        prefilled = await self._peers.prefill(placement.prefill.address).Prefill(
+            prefill_pb2.PrefillRequest(
+                request_id=attempt.request_id,
+                worker_epoch=placement.prefill.epoch,
+                min_policy_version=assignment.dispatch_version,
+                salt=assignment.salt,
+                prompt=prompt,
+                capture_routes=True,
+            ),
+            timeout=UNARY_TIMEOUT_S,
+        )
+        samples = [Sample() for _ in range(assignment.sample_count)]
+        attempt.decoding = True
+        prefix = f"{assignment.group_id}.{assignment.attempt}."
+        suffix = attempt.request_id.partition("~")[2]
+        stream = self._peers.decode(placement.decode.address).Decode(
+            decode_pb2.DecodeRequest(
+                request_id=attempt.request_id,
+                worker_epoch=placement.decode.epoch,
+                min_policy_version=assignment.dispatch_version,
+                salt=assignment.salt,
+                prompt=prompt,
+                kv=prefilled.kv if prefilled.HasField("kv") else None,
+                sample_ids=[f"{prefix}{index}" + (f"~{suffix}" if suffix else "") for index in range(len(samples))],
+                sampling=assignment.sampling,
+                capture_routes=True,
+            )
+        )
+        async for message in stream:
+            for chunk in message.chunks:
+                samples[chunk.sample_index].extend(chunk)
+        if not all(sample.finish_reason for sample in samples):
+            raise errors.Unreachable("the decode stream ended before all of its samples")
+        return Turn(
+            samples=samples,
+            prefill_routes=prefilled.routes if prefilled.HasField("routes") else None,
+            cached_token_count=prefilled.cached_token_count,
+        )
+
+    async def _give_back(self, attempt: TurnAttempt) -> None:
+        """Abort at the workers and wait until their blocks are free; a worker that is gone has none."""
+        if attempt.placement is None:
+            return
+        aborts = []
+        if attempt.decoding:
+            aborts.append(
+                self._peers.decode(attempt.placement.decode.address).Abort(
+                    decode_pb2.DecodeServiceAbortRequest(request_id=attempt.request_id), timeout=ABORT_TIMEOUT_S
+                )
+            )
+        if attempt.prefilling:
+            aborts.append(
+                self._peers.prefill(attempt.placement.prefill.address).Abort(
+                    prefill_pb2.PrefillServiceAbortRequest(request_id=attempt.request_id), timeout=ABORT_TIMEOUT_S
+                )
+            )
+        for abort in aborts:
+            try:
+                await abort
+            except grpc.aio.AioRpcError as error:
+                log.info("abort_unanswered", request_id=attempt.request_id, code=error.code().name)
