@@ -1,0 +1,34 @@
+"""What packing promises, for any lengths."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.algorithms.packing import pack
+
+LENGTHS = st.lists(st.integers(1, 90), max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 128), st.integers(1, 5))
+def test_every_sequence_is_packed_once_within_the_budget(lengths, max_tokens, rank_count):
+    ranks = pack(lengths, max_tokens, rank_count)
+    batches = [batch for rank in ranks for batch in rank]
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) <= 1 or sum(lengths[index] for index in batch) <= max_tokens
+
+
+@given(LENGTHS, st.integers(1, 128), st.integers(1, 5))
+def test_every_rank_gets_the_same_number_of_micro_batches(lengths, max_tokens, rank_count):
+    ranks = pack(lengths, max_tokens, rank_count)
+    assert len(ranks) == rank_count
+    assert len({len(rank) for rank in ranks}) == 1
+    full = sum(1 for rank in ranks for batch in rank if batch)
+    assert len(ranks[0]) == -(-full // rank_count)
+
+
+@given(LENGTHS, st.integers(90, 256))
+def test_no_two_micro_batches_could_share_one_without_breaking_the_order(lengths, max_tokens):
+    """Their number is at most twice the least possible one."""
+    (batches,) = pack(lengths, max_tokens)
+    assert len(batches) <= 2 * -(-sum(lengths) // max_tokens)
