@@ -1,0 +1,1 @@
+"""What every service shares: errors, config, telemetry, auth, channels, serving. No torch, no service names."""

@@ -1,0 +1,146 @@
+"""Client channels: deadline, keepalive, message size and token, the same for every caller.
+
+A call without a timeout gets `DEFAULT_TIMEOUT_S` (unary) or `DEFAULT_STREAM_TIMEOUT_S`; nothing waits for
+ever. There is no retry here: one layer retries, the one that knows what is idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import grpc
+
+from slipstream.common.auth import HEADER, read_token
+
+__all__ = ["CHANNEL_OPTIONS", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS", "open_channel", "open_sync_channel", "read_token"]
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_STREAM_TIMEOUT_S = 3600.0
+
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted service comes back at the same port: look again soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
+    # Two processes would share a port without an error otherwise.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+
+class AioChannel(grpc.aio.Channel):
+    """An asyncio channel whose every call carries the token and has a deadline.
+
+    A wrapper, not grpc's interceptors: those cost more than the rest of a small call's Python.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
+        self._channel = channel
+        self._token = token
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.unary_unary(*args, **kwargs), self._token, DEFAULT_TIMEOUT_S)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.unary_stream(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.stream_unary(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.stream_stream(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+
+class SyncChannel(grpc.Channel):
+    """A blocking channel whose every call carries the token and has a deadline."""
+
+    def __init__(self, channel: grpc.Channel, token: str | None) -> None:
+        self._channel = channel
+        self._token = token
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.unary_unary(*args, **kwargs), self._token, DEFAULT_TIMEOUT_S)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.unary_stream(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.stream_unary(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrapped(self._channel.stream_stream(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
+
+    def subscribe(self, callback: Callable[..., None], try_to_connect: bool = False) -> None:
+        self._channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[..., None]) -> None:
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_channel(address: str, token: str | None = None) -> AioChannel:
+    """A channel for asyncio code. `address` is host:port; connecting happens at the first call."""
+    return AioChannel(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), token)
+
+
+def open_sync_channel(address: str, token: str | None = None) -> SyncChannel:
+    """A channel for blocking code (worker processes that run environment code)."""
+    return SyncChannel(grpc.insecure_channel(address, options=CHANNEL_OPTIONS), token)
+
+
+def _wrapped(call: Callable[..., Any], token: str | None, default_timeout_s: float) -> Callable[..., Any]:
+    header = () if token is None else ((HEADER, f"Bearer {token}"),)
+
+    def invoke(
+        request: Any,  # noqa: ANN401 a message, or an iterator of them
+        timeout: float | None = None,  # noqa: ASYNC109 grpc's own name
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+        **kwargs: Any,
+    ) -> Any:  # noqa: ANN401 a call object
+        return call(request, timeout=timeout or default_timeout_s, metadata=(*header, *metadata), **kwargs)
+
+    return invoke

@@ -1,0 +1,494 @@
+"""The table of reasons: one class is one (gRPC code, reason). Domain code raises these or lets bugs fly.
+
+(domain, reason) is the contract, the message is for people. Only `rpc_boundary` turns an exception into
+a status, and `from_rpc_error` rebuilds the same class at the caller, so both sides catch the same name.
+Codes are picked by the caller's next move: fix the request (INVALID_ARGUMENT), wait for a state
+(FAILED_PRECONDITION), start over (ABORTED), retry the same later (UNAVAILABLE), ask for less
+(RESOURCE_EXHAUSTED).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, ClassVar
+
+import grpc
+import structlog
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+log = structlog.get_logger()
+
+DOMAIN = "slipstream"
+STATUS_KEY = "grpc-status-details-bin"
+RETRY_DELAY_MS = 200
+
+
+class SlipstreamError(Exception):
+    """A failure the caller can act on. Every value a program could want is in `metadata`."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    reason: ClassVar[str] = "UNKNOWN"
+    by_reason: ClassVar[dict[str, type[SlipstreamError]]] = {}
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+    def __init_subclass__(cls) -> None:
+        other = SlipstreamError.by_reason.setdefault(cls.reason, cls)
+        if other is not cls:
+            raise TypeError(f"reason {cls.reason} belongs to {other.__name__}")
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+
+# --- Every service ---------------------------------------------------------------------------------
+
+
+class InvalidRequest(SlipstreamError):
+    """A field is out of range or missing: `metadata["field"]`, `["rule"]`, `["limit"]`. Fix the request."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_REQUEST"
+
+
+class RequestIdReused(SlipstreamError):
+    """This `request_id` was used with another body. Take a new one for a new request."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "REQUEST_ID_REUSED"
+
+
+class Unauthenticated(SlipstreamError):
+    """The bearer token is missing or wrong. Send the run's token; a retry does not help."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "TOKEN_INVALID"
+
+
+class Unsupported(SlipstreamError):
+    """This server does not do that: `metadata["method"]`. Do not retry."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "UNSUPPORTED"
+
+
+class NotFound(SlipstreamError):
+    """Nothing has that name here, or it is gone: `metadata["name"]`."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
+class Draining(SlipstreamError):
+    """This process is stopping and takes no new work. Use another, or retry after it is back."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "DRAINING"
+
+
+class Unreachable(SlipstreamError):
+    """The peer could not be reached, or the connection broke. Retry what is idempotent."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNREACHABLE"
+
+
+class DeadlineExceeded(SlipstreamError):
+    """The call took longer than its deadline; its effect is unknown. Retry with the same `request_id`."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Overloaded(SlipstreamError):
+    """A bound is reached: `metadata["limit"]`. Ask for less, or later."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OVERLOADED"
+
+
+class InternalError(SlipstreamError):
+    """A bug at the server; the detail is in its log alone."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+
+class StateUnavailable(SlipstreamError):
+    """Redis is away. Nothing is lost: wait and try again."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STATE_UNAVAILABLE"
+
+
+class StateConflict(SlipstreamError):
+    """Others kept changing the same key: `metadata["key"]`. Read it again and start over."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "STATE_CONFLICT"
+
+
+class FrameInvalid(SlipstreamError):
+    """A byte stream broke its framing: no header first, a hole, or bytes past the announced end."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "FRAME_INVALID"
+
+
+# --- Owners of services append their section below ---------------------------------------------------
+
+
+# --- Router and runner -------------------------------------------------------------------------------
+
+
+class NoWorker(SlipstreamError):
+    """No routable worker of `metadata["pool"]` serves the version. Back off and place again."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "NO_WORKER"
+
+
+class PoolSaturated(SlipstreamError):
+    """All workers of `metadata["pool"]` are full. Back off and place again."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "POOL_SATURATED"
+
+
+class OffsetOutOfRange(SlipstreamError):
+    """The offset lies beyond the `metadata["size_bytes"]` of what is streamed. Start over from 0."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    reason = "OFFSET_OUT_OF_RANGE"
+
+
+class EnvironmentFailed(SlipstreamError):
+    """Environment code raised, or its process died: `metadata["environment"]`. The group fails."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ENVIRONMENT_ERROR"
+
+
+# --- Orchestrator ------------------------------------------------------------------------------------
+
+
+class RunnerSuperseded(SlipstreamError):
+    """A later process runs under this runner_id: `metadata["epoch"]`. End."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "RUNNER_SUPERSEDED"
+
+
+class EnvironmentUnknown(SlipstreamError):
+    """No environment of this name is configured; `metadata["known"]` lists those there are."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "ENVIRONMENT_UNKNOWN"
+
+
+class RolloutUnknown(SlipstreamError):
+    """This group was never created, or is no longer kept."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "ROLLOUT_UNKNOWN"
+
+
+class RolloutQueueFull(SlipstreamError):
+    """`metadata["limit"]` groups of third parties wait or run already. Back off and retry."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "ROLLOUT_QUEUE_FULL"
+
+
+class RunEnded(SlipstreamError):
+    """The run has ended and takes no more work; `metadata["state"]` says how."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "RUN_ENDED"
+
+
+class StepNotNext(SlipstreamError):
+    """The step is neither sealed nor the next to be: `metadata["next_step"]` is."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STEP_NOT_NEXT"
+
+
+class StepNotSealed(SlipstreamError):
+    """No plan of this step was given out: `metadata["sealed_step"]` is the newest."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STEP_NOT_SEALED"
+
+
+class IncarnationSuperseded(SlipstreamError):
+    """A later restore of the trainer took over: `metadata["incarnation"]`. End."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "INCARNATION_SUPERSEDED"
+
+
+class JournalCorrupt(SlipstreamError):
+    """Record `metadata["record"]` of the journal does not check out: the file was changed. Restore it from a copy."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "JOURNAL_CORRUPT"
+
+
+# --- Engine ------------------------------------------------------------------------------------------
+
+
+class ContextTooLong(SlipstreamError):
+    """Prompt and answer do not fit `metadata["limit"]` tokens. Ask for less."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "CONTEXT_TOO_LONG"
+
+
+class EngineFull(SlipstreamError):
+    """`metadata["limit"]` requests wait already. Back off, or place elsewhere."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "ENGINE_FULL"
+
+
+class NoWeights(SlipstreamError):
+    """The engine has no weights yet. Wait for its first update."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NO_WEIGHTS"
+
+
+class RequestAborted(SlipstreamError):
+    """The request was aborted before it had a result. Start over if it is still wanted."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "REQUEST_ABORTED"
+
+
+class KvUnknown(SlipstreamError):
+    """This KV was released, expired, or never was: `metadata["transfer_id"]`. Prefill again."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "KV_UNKNOWN"
+
+
+class KvMismatch(SlipstreamError):
+    """The KV sent is not that of this prompt and model: `metadata["field"]`. Prefill again."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "KV_MISMATCH"
+
+
+class RoutesUnknown(SlipstreamError):
+    """No routes under this key: released, or dropped at the byte bound. Train with live routes."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "ROUTES_UNKNOWN"
+
+
+# --- Workers and broadcaster -------------------------------------------------------------------------
+
+
+class WorkerStale(SlipstreamError):
+    """The worker is of another epoch, serves an older version than asked, or failed an update. Place again."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "WORKER_STALE"
+
+
+class KvTransferFailed(SlipstreamError):
+    """The prefill worker in `metadata["address"]` did not deliver the prompt's KV. Prefill again."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "KV_TRANSFER_FAILED"
+
+
+class PrefixUnknown(SlipstreamError):
+    """The base of the prompt is not held here. Send all tokens."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "PREFIX_UNKNOWN"
+
+
+class UpdateInProgress(SlipstreamError):
+    """`metadata["holder"]` updates this worker to `metadata["version"]`. Wait for it, or for its lease to end."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UPDATE_IN_PROGRESS"
+
+
+class UpdateNotOpen(SlipstreamError):
+    """No such update is open, or its lease ran out before the swap; the old version goes on. Begin again."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UPDATE_NOT_OPEN"
+
+
+class VersionNotNewer(SlipstreamError):
+    """`metadata["newest"]` is there already, and versions only move forward. Do not retry."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VERSION_NOT_NEWER"
+
+
+class WeightVersionUnknown(SlipstreamError):
+    """This version was never sealed, or it is pruned. Ask for the newest."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "WEIGHT_VERSION_UNKNOWN"
+
+
+class WeightsCorrupt(SlipstreamError):
+    """Weights differ from what the manifest says: `metadata["slice"]`. Fetch or send them again."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "WEIGHTS_CORRUPT"
+
+
+class ProbeFailed(SlipstreamError):
+    """The engine's log-probabilities of the probe differ from the trainer's: `metadata["max_abs_error"]`."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "PROBE_FAILED"
+
+
+class VersionSealed(SlipstreamError):
+    """This version is sealed, and a sealed version never changes. Publish another."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "VERSION_SEALED"
+
+
+class VersionNotOpen(SlipstreamError):
+    """This version is not open for publishing. Open it first."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VERSION_NOT_OPEN"
+
+
+class ShardsMissing(SlipstreamError):
+    """The ranks in `metadata["missing_ranks"]` have not published. Seal when they have."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SHARDS_MISSING"
+
+
+class SliceUnknown(SlipstreamError):
+    """The manifest has no slice of this index: `metadata["slice_index"]`. Read the manifest."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "SLICE_UNKNOWN"
+
+
+class BroadcastStoreFull(SlipstreamError):
+    """The store holds `metadata["limit_bytes"]` at most. Publish again when versions were pruned."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "BROADCAST_STORE_FULL"
+
+
+# --- Boundary ----------------------------------------------------------------------------------------
+
+# What a status without our ErrorInfo is taken for: it comes from grpc itself, not from a handler.
+_BY_CODE: dict[grpc.StatusCode, type[SlipstreamError]] = {
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+}
+_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def to_status(error: SlipstreamError, retry_delay_ms: int = RETRY_DELAY_MS) -> status_pb2.Status:
+    """The status of `error`: one ErrorInfo, and RetryInfo where the same call may succeed later."""
+    details = [any_pb2.Any(), any_pb2.Any()]
+    details[0].Pack(error_details_pb2.ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=error.metadata))
+    if error.code in _RETRYABLE:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(retry_delay_ms)
+        details[1].Pack(retry)
+    else:
+        details.pop()
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: SlipstreamError) -> None:
+    """End the call with the status of `error`. Raises, as every abort does."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+@asynccontextmanager
+async def rpc_boundary(context: grpc.aio.ServicerContext, **fields: object) -> AsyncIterator[None]:
+    """Turn whatever escapes a handler into a status, once. `fields` go on its log line."""
+    try:
+        yield
+    except Exception as error:
+        await refuse(context, error, **fields)
+
+
+async def refuse(context: grpc.aio.ServicerContext, error: Exception, **fields: object) -> None:
+    """End the call with what `error` means to the caller; an unexpected one stays in our log."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, grpc.aio.AioRpcError):  # from a peer: its reason travels on
+        error = from_rpc_error(error)
+    if isinstance(error, SlipstreamError):
+        log.info("rpc_refused", reason=error.reason, metadata=error.metadata, detail=error.message, **fields)
+        await abort(context, error)
+    log.error("rpc_failed", exc_info=error, **fields)
+    await abort(context, InternalError("internal error"))
+
+
+def from_rpc_error(error: grpc.RpcError) -> SlipstreamError:
+    """The error the server raised, in the same class, from the status a call ended with.
+
+    Works for the asyncio and the blocking client. A status from grpc itself becomes the class of its code.
+    """
+    call: Any = error
+    code: grpc.StatusCode = call.code()
+    info = _error_info(call.trailing_metadata() or ())
+    message = call.details() or code.name
+    if info is None:
+        return _BY_CODE.get(code, SlipstreamError)(message, grpc_code=code.name)
+    cls = SlipstreamError.by_reason.get(info.reason)
+    if cls is None:  # a newer server's reason: keep what can be kept
+        return _BY_CODE.get(code, SlipstreamError)(message, **{**info.metadata, "unknown_reason": info.reason})
+    rebuilt = cls(message)
+    rebuilt.metadata = dict(info.metadata)
+    return rebuilt
+
+
+@contextmanager
+def rpc_errors() -> Iterator[None]:
+    """Raise what the server raised: `with rpc_errors(): await stub.Place(...)`."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _error_info(trailing_metadata: Any) -> error_details_pb2.ErrorInfo | None:  # noqa: ANN401 grpc's own pairs
+    for key, value in trailing_metadata:
+        if key != STATUS_KEY:
+            continue
+        try:
+            status = status_pb2.Status.FromString(value)
+        except DecodeError:
+            return None
+        for detail in status.details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return info
+    return None

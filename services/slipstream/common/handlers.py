@@ -1,0 +1,193 @@
+"""What every RPC handler is wrapped in: token, rules of the proto, errors to statuses, a cap on time.
+
+Wrapping happens once, when a servicer is added, not as a grpc interceptor, which would look a handler up
+again on every call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from slipstream.common.auth import TokenCheck
+from slipstream.common.errors import DeadlineExceeded, Draining, Unsupported, refuse
+from slipstream.common.validation import validate
+
+Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+
+# The longest a call may last that came without a deadline.
+MAX_UNARY_S = 600.0
+MAX_STREAM_S = 24 * 3600.0
+
+
+def ends_on_drain(handler: Any) -> Any:  # noqa: ANN401 any handler
+    """Mark a handler that may wait long (a long poll): a drain ends its open calls with `DRAINING`.
+
+    Streams named Watch... are ended so without the mark. Other open calls are waited for.
+    """
+    handler.ends_on_drain = True
+    return handler
+
+
+class Drain:
+    """Whether this process still takes work, and the open calls that a drain ends."""
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        """Refuse new calls from now on and end the waiting ones."""
+        self.started.set()
+        for task in self._waiting:
+            task.cancel()
+
+    def enter(self, waiting: bool) -> None:
+        if self.started.is_set():
+            raise Draining("this process is stopping")
+        task = asyncio.current_task()
+        if waiting and task is not None:
+            self._waiting.add(task)
+
+    def leave(self) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._waiting.discard(task)
+
+    def ended_call(self) -> bool:
+        """Whether the cancellation that the current handler sees came from `start`; takes it back if so."""
+        task = asyncio.current_task()
+        if task is None or not self.started.is_set() or task not in self._waiting or task.cancelling() == 0:
+            return False
+        task.uncancel()
+        return True
+
+
+class HandlerRegistrar:
+    """Stands in for a server when a generated `add_XServicer_to_server` is called, and wraps its handlers."""
+
+    def __init__(self, server: grpc.aio.Server, token_check: TokenCheck, drain: Drain) -> None:
+        self._server = server
+        self._token_check = token_check
+        self._drain = drain
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Ignored: the same handlers come by name through the other method."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+        wrapped = {name: self._wrap(service, name, handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
+        self._server.add_registered_method_handlers(service, wrapped)
+
+    def _wrap(self, service: str, name: str, handler: Any) -> grpc.RpcMethodHandler:
+        method = f"/{service}/{name}"
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        raw = getattr(behaviour, "raw_requests", False)
+        deserializer = None if raw else handler.request_deserializer
+        waiting = getattr(behaviour, "ends_on_drain", False) or name.startswith("Watch")
+        behaviour = _asynchronous(behaviour, method)
+        if handler.request_streaming:
+            behaviour = behaviour if raw else _checked_stream(behaviour)
+        else:
+            behaviour = _checked(behaviour)
+        cap_s = MAX_STREAM_S if handler.request_streaming or handler.response_streaming else MAX_UNARY_S
+        call = _guarded(behaviour, method, self._token_check, self._drain, waiting, cap_s)
+        if not handler.request_streaming:
+            make = (
+                grpc.unary_stream_rpc_method_handler
+                if handler.response_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+        elif handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        else:
+            make = grpc.stream_unary_rpc_method_handler
+        return make(call, request_deserializer=deserializer, response_serializer=_serialize)
+
+
+def _guarded(
+    behaviour: Handler, method: str, token_check: TokenCheck, drain: Drain, waiting: bool, cap_s: float
+) -> Handler:
+    """`behaviour` behind the token check and the drain, its exceptions turned into statuses."""
+    exempt = token_check.exempt(method)
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            if not exempt:
+                token_check.check(context.invocation_metadata() or ())
+                drain.enter(waiting)
+            if context.time_remaining() is not None:
+                return await behaviour(request, context)
+            async with asyncio.timeout(cap_s) as cap:
+                return await behaviour(request, context)
+        except asyncio.CancelledError:
+            if not drain.ended_call():
+                raise
+            await refuse(context, Draining("this process is stopping"), method=method)
+        except TimeoutError as error:
+            capped = context.time_remaining() is None and cap.expired()
+            await refuse(context, DeadlineExceeded("no deadline was given") if capped else error, method=method)
+        except Exception as error:
+            await refuse(context, error, method=method)
+        finally:
+            if waiting:
+                drain.leave()
+
+    return call
+
+
+def _checked(behaviour: Handler) -> Handler:
+    """`behaviour`, given only requests that keep the rules of their proto."""
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        validate(request)
+        return await behaviour(request, context)
+
+    return call
+
+
+def _checked_stream(behaviour: Handler) -> Handler:
+    async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            validate(request)
+            yield request
+
+    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        return await behaviour(checked(requests), context)
+
+    return call
+
+
+def _asynchronous(behaviour: Any, method: str) -> Handler:
+    """The handler as a coroutine function: a stream's messages are written to the context.
+
+    Written rather than yielded, so that a cancelled call closes the servicer's generator, and runs its
+    `finally`, at once; grpc would leave that to the garbage collector.
+    """
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext) -> None:
+            async with aclosing(behaviour(request, context)) as messages:
+                async for message in messages:
+                    await context.write(message)
+
+        return stream
+    if inspect.iscoroutinefunction(behaviour):
+        return behaviour
+    if not getattr(behaviour, "__module__", "").endswith("_pb2_grpc"):
+        raise TypeError(f"the handler of {method} must be 'async def'")
+
+    async def unsupported(request: Any, context: grpc.aio.ServicerContext) -> None:
+        raise Unsupported(f"this server does not implement {method}", method=method)
+
+    return unsupported
+
+
+def _serialize(message: Any) -> bytes:
+    """Bytes pass as they are: a servicer may yield frames that it encoded itself."""
+    return message if type(message) is bytes else message.SerializeToString()

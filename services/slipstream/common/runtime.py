@@ -1,0 +1,191 @@
+"""Serving: one gRPC server and one TaskGroup a process, health, reflection, and an ordered stop.
+
+    servicers = [(add_RouterServiceServicer_to_server, servicer, "slipstream.api.routing.v1.RouterService")]
+    asyncio.run(serve(config, servicers, loops={"watch": pool.watch}))
+
+| loop | takes | waits for | who unblocks it |
+|---|---|---|---|
+| the service's own | what it says | what it says | a loop that raises or returns ends the process non-zero |
+| loop_lag | nothing | a timer | itself |
+
+Stop order on SIGTERM or SIGINT: health says NOT_SERVING and new calls are refused; long polls and watches
+end; `on_drain` hands work back; open calls finish within `drain_timeout_s`; loops are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import ipaddress
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from slipstream.common import telemetry
+from slipstream.common.auth import TokenCheck, read_token
+from slipstream.common.channel import SERVER_OPTIONS
+from slipstream.common.config import ConfigError, ServiceConfig
+from slipstream.common.handlers import Drain, HandlerRegistrar, ends_on_drain
+
+__all__ = ["Service", "ServiceFailed", "build_server", "die_with_parent", "ends_on_drain", "serve"]
+
+log = structlog.get_logger()
+
+Loop = Callable[[], Awaitable[Any]]
+AddServicer = Callable[[Any, Any], None]
+Servicers = Sequence[tuple[AddServicer, Any, str]]
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+LAG_INTERVAL_S = 0.5
+LAG_WARNING_S = 1.0
+
+
+class ServiceFailed(Exception):
+    """A loop that must run for the life of the process ended; the process exits non-zero."""
+
+
+class Service:
+    """One gRPC server with its servicers, health and reflection, bound to a port and not yet started."""
+
+    def __init__(self, config: ServiceConfig, servicers: Servicers) -> None:
+        token = read_token(config.auth.token_file)
+        if token is None and not _is_loopback(config.listen.host):
+            raise ConfigError(f"auth.token_file is required to listen on {config.listen.host}, which is not loopback")
+        self.config = config
+        self.drain = Drain()
+        self.names = ["", *(name for _, _, name in servicers)]
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        registrar: Any = HandlerRegistrar(self.server, TokenCheck(token), self.drain)
+        for add, servicer, _ in servicers:
+            add(servicer, registrar)
+        self.health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, registrar)
+        shown = [*self.names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(shown, registrar)
+        address = f"{config.listen.host}:{config.listen.port}"
+        try:
+            self.port = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: is the port taken?") from error
+
+    async def set_health(self, serving: bool) -> None:
+        for name in self.names:
+            await self.health.set(name, _SERVING if serving else _NOT_SERVING)
+
+    async def start(self, serving: bool = True) -> None:
+        await self.set_health(serving)
+        await self.server.start()
+        log.info("service_started", host=self.config.listen.host, port=self.port, serving=serving)
+
+    async def stop(self, on_drain: Loop | None = None) -> None:
+        """Refuse new calls, end waiting ones, run `on_drain`, wait for the rest; all within `drain_timeout_s`."""
+        started_s = time.monotonic()
+        timeout_s = self.config.drain_timeout_s
+        log.info("drain_started", timeout_s=timeout_s)
+        await self.set_health(False)
+        self.drain.start()
+        if on_drain is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await on_drain()
+            except TimeoutError:
+                log.warning("drain_cut_short", timeout_s=timeout_s)
+        await self.server.stop(grace=max(0.0, timeout_s - (time.monotonic() - started_s)))
+        log.info("drain_ended", duration_s=round(time.monotonic() - started_s, 3))
+
+
+def build_server(config: ServiceConfig, servicers: Servicers) -> tuple[grpc.aio.Server, int]:
+    """A server bound to its port, not started; for tests that start and stop it themselves. See `serve`."""
+    service = Service(config, servicers)
+    return service.server, service.port
+
+
+async def serve(
+    config: ServiceConfig,
+    servicers: Servicers,
+    loops: Mapping[str, Loop] | None = None,
+    on_drain: Loop | None = None,
+    on_start: Callable[[int], Awaitable[Any]] | None = None,
+    ready: asyncio.Event | None = None,
+) -> None:
+    """Run a service until SIGTERM, then drain. Raises `ServiceFailed` when a loop raises or returns.
+
+    `on_start` gets the bound port before the loops begin. With `ready`, health says NOT_SERVING until it is set.
+    """
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    service = Service(config, servicers)
+    telemetry.serve_metrics(config)
+    await service.start(serving=ready is None)
+    try:
+        if on_start is not None:
+            await on_start(service.port)
+        async with asyncio.TaskGroup() as group:
+            everything = {**(loops or {}), "loop_lag": _watch_loop_lag}
+            tasks = [group.create_task(_never_return(name, loop), name=name) for name, loop in everything.items()]
+            if ready is not None:
+                tasks.append(group.create_task(_report_ready(service, ready), name="ready"))
+            await stop.wait()
+            await service.stop(on_drain)
+            for task in tasks:
+                task.cancel()
+    except* ServiceFailed as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    finally:
+        await service.server.stop(grace=None)
+
+
+async def _never_return(name: str, loop: Loop) -> None:
+    try:
+        await loop()
+    except Exception as error:
+        log.exception("loop_failed", loop=name)
+        raise ServiceFailed(f"loop {name!r} failed: {error}") from error
+    log.error("loop_returned", loop=name)
+    raise ServiceFailed(f"loop {name!r} returned; it must run for the life of the process")
+
+
+async def _report_ready(service: Service, ready: asyncio.Event) -> None:
+    await ready.wait()
+    if not service.drain.started.is_set():
+        await service.set_health(True)
+        log.info("service_ready")
+
+
+async def _watch_loop_lag() -> NoReturn:
+    while True:
+        due_s = time.monotonic() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        lag_s = time.monotonic() - due_s
+        telemetry.loop_lag_s.set(lag_s)
+        if lag_s > LAG_WARNING_S:
+            log.warning("event_loop_lagged", lag_s=round(lag_s, 3))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends. Call it in the child, first of all."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    pr_set_pdeathsig = 1
+    if libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended in between: no signal will come
+        os._exit(1)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.startswith("unix:"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,60 @@
+"""Logs and metrics, set up once from config. Events are fixed snake_case names, values are fields."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+import structlog
+from prometheus_client import Gauge, start_http_server
+
+from slipstream.common.config import ServiceConfig
+
+log = structlog.get_logger()
+
+loop_lag_s = Gauge("slipstream_event_loop_lag_seconds", "Delay of a timer on the event loop, at the last look.")
+
+
+def setup_logging(config: ServiceConfig, service: str = "") -> None:
+    """Write JSON lines to `log.file`, each with run, service and replica; without a file, to standard error.
+
+    Standard error on a terminal gets the console form. Lines of libraries that use `logging` join in.
+    """
+    stream: TextIO = sys.stderr
+    if config.log.file is not None:
+        config.log.file.parent.mkdir(parents=True, exist_ok=True)
+        stream = config.log.file.open("a", buffering=1, encoding="utf-8")
+    console = config.log.file is None and sys.stderr.isatty()
+    render = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(default=str)
+    level = logging.getLevelNamesMapping()[config.log.level.upper()]
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    errors: list[structlog.typing.Processor] = [] if console else [structlog.processors.format_exc_info]
+    structlog.configure(
+        processors=[*shared, *errors, render],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+        cache_logger_on_first_use=True,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *errors, render],
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(max(level, logging.WARNING))
+    structlog.contextvars.clear_contextvars()
+    fields = {"run_id": config.run_id, "service": service, "replica": config.replica}
+    structlog.contextvars.bind_contextvars(**{key: value for key, value in fields.items() if value})
+
+
+def serve_metrics(config: ServiceConfig) -> None:
+    """Serve Prometheus metrics on the listen address, if the config names a port."""
+    if config.metrics.port:
+        start_http_server(config.metrics.port, addr=config.listen.host)
