@@ -1,0 +1,120 @@
+"""Loopback ports of a run: picked once, kept in `endpoints.toml`, reused on restart.
+
+Ports come from below the kernel's ephemeral range, so that an outgoing connection can never sit on one.
+Between picking a port and the service's own bind there are seconds; a lock file for each port, held for
+the life of the launcher, keeps a second run of the same user from picking it meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import socket
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT = 15000
+EPHEMERAL_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class NoPortError(RuntimeError):
+    """Every candidate port is taken."""
+
+
+def ephemeral_range() -> tuple[int, int]:
+    """First and last port that the kernel hands to outgoing connections."""
+    try:
+        first, last = EPHEMERAL_RANGE_FILE.read_text().split()
+    except FileNotFoundError:
+        return 32768, 60999
+    return int(first), int(last)
+
+
+def candidate_ports() -> list[int]:
+    """Ports worth trying, in random order."""
+    first, last = ephemeral_range()
+    ports = [port for port in range(FIRST_PORT, 65536) if not first <= port <= last]
+    random.SystemRandom().shuffle(ports)
+    return ports
+
+
+class PortLease:
+    """Ports held by this process until `close`; also released when the process dies."""
+
+    def __init__(self, lock_dir: Path | None = None) -> None:
+        self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}" / "ports"
+        self._lock_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._locks: dict[int, int] = {}
+
+    def try_take(self, port: int) -> bool:
+        """Lock the port if nobody listens on it and no other launcher holds it."""
+        if port in self._locks:
+            return False
+        handle = os.open(self._lock_dir / str(port), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        if not bindable(port):
+            os.close(handle)
+            return False
+        self._locks[port] = handle
+        return True
+
+    def take_any(self, candidates: Iterator[int]) -> int:
+        for port in candidates:
+            if self.try_take(port):
+                return port
+        raise NoPortError("no free loopback port is left")
+
+    def close(self) -> None:
+        for handle in self._locks.values():
+            os.close(handle)
+        self._locks.clear()
+
+
+def bindable(port: int) -> bool:
+    """Whether a listener could bind the port now. Old connections in TIME_WAIT do not count."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def assign_endpoints(path: Path, replicas: Iterable[str], lease: PortLease) -> dict[str, str]:
+    """Give every replica an address `host:port`, keeping those that `path` has and that are still free."""
+    known = read_endpoints(path) if path.exists() else {}
+    candidates = iter(candidate_ports())
+    endpoints: dict[str, str] = {}
+    for replica in replicas:
+        kept = known.get(replica)
+        if kept is not None and lease.try_take(port_of(kept)):
+            endpoints[replica] = kept
+        else:
+            endpoints[replica] = f"{LOOPBACK}:{lease.take_any(candidates)}"
+    write_endpoints(path, endpoints)
+    return endpoints
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def read_endpoints(path: Path) -> dict[str, str]:
+    return {name: str(address) for name, address in tomllib.loads(path.read_text())["endpoints"].items()}
+
+
+def write_endpoints(path: Path, endpoints: dict[str, str]) -> None:
+    lines = ["# Address of every service of this run; kept over restarts.", "[endpoints]"]
+    lines += [f'{replica} = "{address}"' for replica, address in endpoints.items()]
+    staged = path.with_suffix(".tmp")
+    staged.write_text("\n".join(lines) + "\n")
+    staged.replace(path)

@@ -1,0 +1,83 @@
+"""One supervised operating-system process: started so that it dies with the launcher, and reaped whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.launcher import child
+
+Ready = Callable[[], Awaitable[bool]]
+
+
+async def always_ready() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to run as one replica, and how to tell that it is up."""
+
+    replica: str
+    command: tuple[str, ...]
+    log_file: Path
+    """The file to name when it dies."""
+    output_file: Path
+    """Where its standard output and error go, appended over restarts."""
+    ready: Ready = always_ready
+    """Asked again and again after the start, until true."""
+    always_restart: bool = False
+    """Restarted whatever the policy says: it keeps nothing that cannot be rebuilt."""
+    stops_last: bool = False
+    """Asked to stop only when the others have, since they need it to drain."""
+
+
+class SupervisedProcess:
+    """A running replica. Leads its own process group, so that what it left behind can be killed."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.started_s = time.monotonic()
+        # -I and -S keep this first stage at a few milliseconds; the service itself starts by exec.
+        command = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *spec.command]
+        with spec.output_file.open("ab") as output:
+            # Must be the main thread: the parent-death signal fires when the spawning *thread* ends.
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def exit_reason(self) -> str | None:
+        """Reap the process if it has ended, with the rest of its group; None while it runs."""
+        if self._popen.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is None:
+                return None
+            # Before the reaping, while the number cannot yet name somebody else's group.
+            self.signal(signal.SIGKILL)
+        code = self._popen.wait()
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the service; SIGKILL goes to its whole group."""
+        if self._popen.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(self.pid, number)
+        else:
+            os.kill(self.pid, number)
+
+    def wait(self) -> None:
+        """Wait for a process that was sent SIGKILL."""
+        self._popen.wait()

@@ -1,0 +1,78 @@
+"""Reads back what the services of a run wrote: metrics, timelines, rollouts, the launcher's own events."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.launcher.intervals import Interval
+from slipstream.launcher.rundir import RunDir
+
+Record = dict[str, Any]
+
+
+def read_json_lines(path: Path) -> Iterator[Record]:
+    """Records of a file; none if it is missing. A half-written last line of a killed writer is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+@dataclass
+class RunRecords:
+    """Everything that the report is made from."""
+
+    name: str
+    config: Record
+    metrics: list[Record]
+    timeline: dict[str, list[Record]]
+    rollouts: list[Record]
+    launcher: list[Record] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[Record]:
+        return [record for record in self.metrics if record.get("kind") == kind]
+
+    @property
+    def steps(self) -> list[Record]:
+        """One record a step; of a step trained again after a restore, the last."""
+        by_step = {int(record["step"]): record for record in self.of_kind("step")}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def intervals(self, *kinds: str, replica: str | None = None) -> list[Interval]:
+        """Busy intervals of these kinds, of one replica or of all."""
+        return [
+            (float(record["start_s"]), float(record["end_s"]))
+            for name, records in self.timeline.items()
+            if replica is None or name == replica
+            for record in records
+            if record.get("kind") in kinds
+        ]
+
+    def launcher_time_s(self, kind: str) -> float | None:
+        times = [float(record["time_s"]) for record in self.launcher if record.get("kind") == kind]
+        return times[-1] if times else None
+
+
+def read_run(run: RunDir) -> RunRecords:
+    config = tomllib.loads(run.config_file.read_text()) if run.config_file.exists() else {}
+    return RunRecords(
+        name=run.name,
+        config=config,
+        metrics=list(read_json_lines(run.path / "metrics.jsonl")),
+        timeline={path.stem: list(read_json_lines(path)) for path in sorted((run.path / "timeline").glob("*.jsonl"))},
+        rollouts=[
+            record for path in sorted((run.path / "rollouts").glob("*.jsonl")) for record in read_json_lines(path)
+        ],
+        launcher=list(read_json_lines(run.events_file)),
+    )

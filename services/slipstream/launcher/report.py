@@ -1,0 +1,169 @@
+"""`report.json` and `report.html` of a run, made from its directory alone."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slipstream.launcher.intervals import intersection, total_s, union
+from slipstream.launcher.records import Record, RunRecords, read_run
+from slipstream.launcher.report_html import render_html
+from slipstream.launcher.rundir import RunDir
+
+MISMATCH_PARTS = ("mismatch_kl", "mismatch_numeric", "mismatch_policy_lag", "mismatch_stale_kv")
+
+
+def write_report(run: RunDir) -> Path:
+    """Rebuild both files; returns the path of the HTML."""
+    records = read_run(run)
+    report = build_report(records)
+    _replace(run.path / "report.json", json.dumps(report, indent=2) + "\n")
+    html_file = run.path / "report.html"
+    _replace(html_file, render_html(records, report))
+    return html_file
+
+
+def _replace(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".tmp")
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(path)
+
+
+def build_report(records: RunRecords) -> dict[str, Any]:
+    """The figures of a run. What a run has not reached yet is null."""
+    steps = records.steps
+    accuracies = accuracy_by_environment(records)
+    main = accuracies.get(main_environment(records), {})
+    cancelled = cancelled_by_reason(records)
+    tokens = sum(int(step.get("tokens", 0)) for step in steps)
+    training_s = _span_s(steps)
+    return {
+        "run": records.name,
+        "state": run_state(records),
+        "seed": _setting(records, "run", "seed"),
+        "accuracy_before": main.get("before"),
+        "accuracy_after": main.get("after"),
+        "accuracy_by_environment": accuracies,
+        "wall_s": wall_s(records),
+        "steps": len(steps),
+        "lag_max": max((int(step.get("lag_max", 0)) for step in steps), default=None),
+        "lag_mean": weighted_mean(steps, "lag_mean", "groups_trained"),
+        "lag_bound": _setting(records, "orchestrator", "max_off_policy_steps"),
+        "overlap_fraction": overlap_fraction(records),
+        **{part: weighted_mean(steps, part, "tokens") for part in MISMATCH_PARTS},
+        "ratio_p999": max((float(s["ratio_p999"]) for s in steps if s.get("ratio_p999") is not None), default=None),
+        "routes_unknown_fraction": weighted_mean(steps, "routes_unknown_fraction", "tokens"),
+        "cached_token_fraction": cached_token_fraction(steps),
+        "reward_first": steps[0].get("reward_mean") if steps else None,
+        "reward_last": steps[-1].get("reward_mean") if steps else None,
+        "groups_trained": sum(int(step.get("groups_trained", 0)) for step in steps),
+        "groups_filtered": sum(int(step.get("groups_filtered", 0)) for step in steps),
+        "tokens_trained": tokens,
+        "tokens_per_s": tokens / training_s if training_s else None,
+        "versions_applied": len(records.of_kind("update")),
+        "update_pause_s_mean": mean(update.get("pause_s") for update in records.of_kind("update")),
+        "rollouts_cancelled": sum(cancelled.values()),
+        "cancelled_by_reason": cancelled,
+        "sandbox_executions": sandbox_executions(records),
+    }
+
+
+def accuracy_by_environment(records: RunRecords) -> dict[str, dict[str, Any]]:
+    """For each environment: accuracy before and after, and the problems asked."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for evaluation in records.of_kind("evaluation"):
+        of_environment = found[str(evaluation["environment"])]
+        of_environment[str(evaluation["name"])] = float(evaluation["accuracy"])
+        of_environment["count"] = int(evaluation["count"])
+    return dict(found)
+
+
+def main_environment(records: RunRecords) -> str:
+    """The environment that `accuracy_before` and `accuracy_after` speak of: the first one configured."""
+    environments = records.config.get("environments") or []
+    return str(environments[0].get("name", "")) if environments else next(iter(accuracy_by_environment(records)), "")
+
+
+def overlap_fraction(records: RunRecords) -> float | None:
+    """Time with a training step and at least one decode running / time with a training step."""
+    training = union(records.intervals("train_step"))
+    if not training:
+        return None
+    decoding = union(records.intervals("decode"))
+    return total_s(intersection(training, decoding)) / total_s(training)
+
+
+def cancelled_by_reason(records: RunRecords) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for cancelled in records.of_kind("cancelled"):
+        counts[str(cancelled.get("reason", "unknown"))] += int(cancelled.get("count", 1))
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def lag_histogram(records: RunRecords) -> dict[int, int]:
+    """Trained groups by lag; steps that only state their mean count at the rounded mean."""
+    counts: dict[int, int] = defaultdict(int)
+    for step in records.steps:
+        if "lag_counts" in step:
+            for lag, count in step["lag_counts"].items():
+                counts[int(lag)] += int(count)
+        elif step.get("lag_mean") is not None:
+            counts[round(float(step["lag_mean"]))] += int(step.get("groups_trained", 1))
+    return dict(sorted(counts.items()))
+
+
+def cached_token_fraction(steps: list[Record]) -> float | None:
+    """Part of the prompt tokens whose KV was found in a prefix cache."""
+    asked = sum(int(step.get("prefix_query_token_count", 0)) for step in steps)
+    if asked:
+        return sum(int(step.get("cached_token_count", 0)) for step in steps) / asked
+    return weighted_mean(steps, "cached_token_fraction", "tokens")
+
+
+def sandbox_executions(records: RunRecords) -> int:
+    """Programs run by the sandbox executors: the newest of the running totals in the metrics."""
+    totals = [int(record["sandbox_executions"]) for record in records.metrics if "sandbox_executions" in record]
+    return max(totals, default=0)
+
+
+def wall_s(records: RunRecords) -> float | None:
+    """From the launcher's start to its end; of a run that still goes on, to its newest record."""
+    begin_s = records.launcher_time_s("run_started")
+    end_s = records.launcher_time_s("run_ended")
+    times = [float(record["time_s"]) for record in records.metrics if "time_s" in record]
+    begin_s = begin_s if begin_s is not None else min(times, default=None)
+    end_s = end_s if end_s is not None else max(times, default=None)
+    return None if begin_s is None or end_s is None else round(max(end_s - begin_s, 0.0), 3)
+
+
+def run_state(records: RunRecords) -> str:
+    states = records.of_kind("run")
+    return str(states[-1].get("state", "unknown")).removeprefix("RUN_STATE_").lower() if states else "unknown"
+
+
+def weighted_mean(steps: Iterable[Record], name: str, weight_name: str) -> float | None:
+    """Mean over steps that have the value, weighted; equal weights where all are zero or missing."""
+    pairs = [(float(s[name]), float(s.get(weight_name) or 0)) for s in steps if s.get(name) is not None]
+    if not pairs:
+        return None
+    total = sum(weight for _, weight in pairs)
+    if not total:
+        return sum(value for value, _ in pairs) / len(pairs)
+    return sum(value * weight for value, weight in pairs) / total
+
+
+def mean(values: Iterable[Any]) -> float | None:
+    present = [float(value) for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def _span_s(steps: list[Record]) -> float:
+    times = [float(step["time_s"]) for step in steps if "time_s" in step]
+    return max(times) - min(times) + float(steps[0].get("step_s") or 0) if len(times) > 1 else 0.0
+
+
+def _setting(records: RunRecords, section: str, key: str) -> Any:
+    return records.config.get(section, {}).get(key)

@@ -1,0 +1,289 @@
+"""The report as one HTML file: figures, charts as inline SVG, samples. Opens anywhere, loads nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from slipstream.launcher import charts, report
+from slipstream.launcher.charts import BLUE, GREY, ORANGE, PALETTE, PURPLE, RED, TEAL, Series, Track
+from slipstream.launcher.intervals import Interval, clip, total_s, union
+from slipstream.launcher.records import Record, RunRecords
+from slipstream.launcher.style import STYLE
+
+KIND_COLORS = {"sft": PURPLE, "train_step": BLUE, "prefill": TEAL, "decode": ORANGE, "update": RED}
+KIND_NAMES = {"sft": "warm-up", "train_step": "training step", "update": "weight update"}
+DETAIL_S = 12.0
+SAMPLES_SHOWN = 8
+
+
+def render_html(records: RunRecords, figures: dict[str, Any]) -> str:
+    """The whole page."""
+    sections = [
+        _header(records, figures),
+        _tiles(figures),
+        _section("Learning", _learning(records, figures)),
+        _section("Trainer and workers at the same time", _overlap(records, figures)),
+        _section("Staleness", _staleness(records, figures)),
+        _section("Trainer against engine", _mismatch(records)),
+        _section("Throughput", _throughput(records)),
+        _section("Samples before and after", _samples(records)),
+    ]
+    title = escape(f"{records.name} · slipstream")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _header(records: RunRecords, figures: dict[str, Any]) -> str:
+    begin_s = records.launcher_time_s("run_started") or min((r["time_s"] for r in records.metrics), default=None)
+    when = time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(begin_s)) if begin_s else "not started"
+    facts = [when, f"seed {figures['seed']}", f"{figures['steps']} steps", f"{duration(figures['wall_s'])} in all"]
+    state = escape(str(figures["state"]))
+    return (
+        f'<header><h1>{escape(records.name)}<span class="state {state}">{state}</span></h1>'
+        f"<p>{escape(' · '.join(facts))}</p></header>"
+    )
+
+
+def _tiles(figures: dict[str, Any]) -> str:
+    tiles = []
+    for name, accuracy in figures["accuracy_by_environment"].items():
+        change = f"{percent(accuracy.get('before'))} → {percent(accuracy.get('after'))}"
+        tiles.append((change, f"accuracy, {name}", f"{accuracy.get('count', 0)} held-out problems"))
+    tiles += [
+        (percent(figures["overlap_fraction"]), "overlap", "of training time with a decode running"),
+        (f"{figures['lag_max']} of {figures['lag_bound']}", "largest lag", "versions, and its bound"),
+        (figure(figures["mismatch_kl"]), "mismatch KL", "mean k3 per trained token"),
+        (figure(figures["tokens_per_s"]), "tokens/s", "trained"),
+        (percent(figures["cached_token_fraction"]), "prefix cache", "of prompt tokens found in it"),
+        (figure(figures["sandbox_executions"]), "sandbox runs", "programs written by the model"),
+    ]
+    cells = [
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(note)}</small></div>'
+        for value, name, note in tiles
+    ]
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _section(title: str, cards: Sequence[str]) -> str:
+    return f'<section><h2>{escape(title)}</h2><div class="cards">{"".join(cards)}</div></section>'
+
+
+def _card(title: str, body: str, note: str = "", *, wide: bool = False) -> str:
+    small = f'<p class="note">{escape(note)}</p>' if note else ""
+    return (
+        f'<figure class="card{" wide" if wide else ""}"><figcaption>{escape(title)}</figcaption>{body}{small}</figure>'
+    )
+
+
+def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
+    steps = records.steps
+    window = max(len(steps) // 20, 1)
+    names = _environments(records)
+    rewards: list[Series] = []
+    for name, color in zip(names, PALETTE, strict=False):
+        points = [(float(s["step"]), float(s["reward_by_environment"][name])) for s in steps
+                  if name in s.get("reward_by_environment", {})]  # fmt: skip
+        rewards += [Series(name, points, color, faint=True), Series(name, charts.smooth(points, window), color)]
+    reward_chart = charts.line_chart(rewards, x_label="step", y_label="mean reward", y_range=(0, 1))
+    accuracies: dict[str, list[charts.Point]] = {}
+    for evaluation in records.of_kind("evaluation"):
+        point = (float(evaluation["step"]), float(evaluation["accuracy"]))
+        accuracies.setdefault(str(evaluation["environment"]), []).append(point)
+    colors = dict(zip(names, PALETTE, strict=False))
+    lines = [Series(name, sorted(points), colors.get(name, GREY), marked=True) for name, points in accuracies.items()]
+    accuracy_chart = charts.line_chart(
+        lines, x_label="step", y_label="held-out accuracy", y_range=(0, 1), y_format=lambda y: f"{100 * y:.0f} %"
+    )
+    return [
+        _card("Reward of what was sampled", reward_chart, "Faint: each step. Strong: running mean."),
+        _card("Accuracy on held-out problems", accuracy_chart, "Greedy, one answer a problem, through the workers."),
+        *_optimisation(steps, window),
+    ]
+
+
+def _environments(records: RunRecords) -> list[str]:
+    """Environments in the order of the configuration, then what else was seen."""
+    configured = [str(environment.get("name")) for environment in records.config.get("environments", [])]
+    seen = {name for step in records.steps for name in step.get("reward_by_environment", {})}
+    seen |= {str(evaluation["environment"]) for evaluation in records.of_kind("evaluation")}
+    return configured + sorted(seen - set(configured))
+
+
+def _optimisation(steps: list[Record], window: int) -> list[str]:
+    entropy = curve(steps, "entropy")
+    norm = curve(steps, "grad_norm")
+    cards = []
+    if entropy:
+        lines = [Series("entropy", entropy, TEAL, faint=True), Series("entropy", charts.smooth(entropy, window), TEAL)]
+        cards.append(_card("Entropy of the policy", charts.line_chart(lines, x_label="step", y_label="nats a token")))
+    if norm:
+        lines = [Series("norm", norm, PURPLE, faint=True), Series("norm", charts.smooth(norm, window), PURPLE)]
+        cards.append(_card("Gradient norm", charts.line_chart(lines, x_label="step", y_label="before clipping")))
+    return cards
+
+
+def _overlap(records: RunRecords, figures: dict[str, Any]) -> list[str]:
+    kinds = tuple(KIND_COLORS)
+    busy = records.intervals(*kinds)
+    if not busy:
+        return [_card("Busy times", charts.empty_chart(), wide=True)]
+    order = {"trainer": 0, "prefill": 1, "decode": 2}
+    replicas = sorted(records.timeline, key=lambda name: (order.get(name.split("-")[0], 3), name))
+    begin_s = records.launcher_time_s("run_started") or min(start for start, _ in busy)
+    end_s = max(end for _, end in busy)
+    training = records.intervals("train_step")
+    middle_s = (min(a for a, _ in training) + max(b for _, b in training)) / 2 if training else (begin_s + end_s) / 2
+    keys = charts.legend([(KIND_NAMES.get(kind, kind), color) for kind, color in KIND_COLORS.items()])
+    whole = charts.timeline(_tracks(records, replicas, begin_s, end_s), begin_s, end_s)
+    first_s, last_s = max(middle_s - DETAIL_S / 2, begin_s), min(middle_s + DETAIL_S / 2, end_s)
+    detail = charts.timeline(_tracks(records, replicas, first_s, last_s), first_s, last_s)
+    share = percent(figures["overlap_fraction"])
+    return [
+        _card("The whole run", whole + keys, f"A decode ran during {share} of the time in training steps.", wide=True),
+        _card(f"{last_s - first_s:.0f} seconds in the middle of training", detail, wide=True),
+    ]
+
+
+def _tracks(records: RunRecords, replicas: Sequence[str], begin_s: float, end_s: float) -> list[Track]:
+    """Rows of the timeline; gaps too narrow to see are closed, which keeps the file small."""
+    gap_s = (end_s - begin_s) / 2000
+    tracks = []
+    for replica in replicas:
+        shapes: list[tuple[Interval, str]] = []
+        for kind, color in KIND_COLORS.items():
+            near = clip(records.intervals(kind, replica=replica), begin_s, end_s)
+            shapes += [(interval, color) for interval in union(near, gap_s)]
+        if shapes:
+            tracks.append(Track(replica, shapes))
+    return tracks
+
+
+def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
+    lags = [(str(lag), float(count)) for lag, count in report.lag_histogram(records).items()]
+    reasons = [(name.lower().replace("_", " "), float(n), ORANGE) for name, n in figures["cancelled_by_reason"].items()]
+    ends = [
+        ("trained groups", float(figures["groups_trained"]), BLUE),
+        ("no variance", figures["groups_filtered"], GREY),
+    ]
+    return [
+        _card("Lag of trained groups", charts.bar_chart(lags, x_label="versions behind", y_label="groups"),
+              f"Bound: {figures['lag_bound']}."),
+        _card("Cancelled and aged out, by reason", charts.level_chart(reasons) + charts.level_chart(ends),
+              f"{figures['rollouts_cancelled']} rollouts were cancelled."),
+    ]  # fmt: skip
+
+
+def _mismatch(records: RunRecords) -> list[str]:
+    parts = [("mismatch_kl", "all tokens", GREY), ("mismatch_numeric", "numeric (pure context)", BLUE),
+             ("mismatch_policy_lag", "policy lag", ORANGE), ("mismatch_stale_kv", "stale KV", PURPLE)]  # fmt: skip
+    lines = [Series(name, curve(records.steps, key), color) for key, name, color in parts]
+    ratio = curve(records.steps, "ratio_p999")
+    ratios = [Series("p99.9", ratio, RED)] if ratio else []
+    return [
+        _card("Mismatch KL in its parts", charts.line_chart(lines, x_label="step", y_label="mean k3", log=True),
+              "Trainer and engine on the same tokens. Numeric should stay at rounding."),
+        _card("Probability ratio, 99.9th percentile",
+              charts.line_chart(ratios, x_label="step", y_label="trainer / engine")),
+    ]  # fmt: skip
+
+
+def _throughput(records: RunRecords) -> list[str]:
+    steps = records.steps
+    window = max(len(steps) // 20, 1)
+    tokens = curve(steps, "tokens_per_s")
+    lines = [Series("tokens", tokens, BLUE, faint=True), Series("tokens", charts.smooth(tokens, window), BLUE)]
+    times = [
+        Series("training step", charts.smooth(curve(steps, "step_s"), window), BLUE),
+        Series("waiting for a batch", charts.smooth(curve(steps, "wait_s"), window), ORANGE),
+    ]
+    busy = [(f"{name}, {KIND_NAMES.get(kind, kind)}", total_s(union(found)), color)
+            for name in records.timeline for kind, color in KIND_COLORS.items()
+            if (found := records.intervals(kind, replica=name))]  # fmt: skip
+    updates = records.of_kind("update")
+    pauses = [float(update["pause_s"]) * 1000 for update in updates if update.get("pause_s") is not None]
+    flights = report.mean(update.get("in_flight_samples") for update in updates)
+    in_flight = f" On average {flights:.1f} samples were in flight and went on." if flights is not None else ""
+    return [
+        _card("Tokens sampled per second", charts.line_chart(lines, x_label="step", y_label="tokens/s")),
+        _card("Where a step's time goes", charts.line_chart(times, x_label="step", y_label="seconds")),
+        _card("Busy seconds", charts.level_chart(sorted(busy, key=lambda bar: bar[0]))),
+        _card(
+            "Pause of a worker for new weights",
+            charts.bar_chart(_histogram(pauses), x_label="ms", y_label="updates", color=RED),
+            f"{len(updates)} updates, between two decode steps.{in_flight}",
+        ),
+    ]
+
+
+def _samples(records: RunRecords) -> list[str]:
+    asked: dict[tuple[str, int], dict[str, Record]] = {}
+    for rollout in records.rollouts:
+        if rollout.get("purpose") == "evaluation":
+            when = "before" if str(rollout.get("dispatch_version", "")).endswith(".0") else "after"
+            key = (str(rollout.get("environment")), int(rollout.get("task_index", 0)))
+            asked.setdefault(key, {})[when] = rollout
+    cards = []
+    for environment in _environments(records):
+        pairs = [pair for (name, _), pair in sorted(asked.items()) if name == environment and "before" in pair]
+        # Mostly problems that were wrong before: the change is what one looks for.
+        wrong = [pair for pair in pairs if not pair["before"].get("correct")]
+        right = [pair for pair in pairs if pair["before"].get("correct")]
+        shown = (wrong[: SAMPLES_SHOWN - min(2, len(right))] + right[:2])[:SAMPLES_SHOWN]
+        rows = "".join(
+            f"<tr><td>{_code(pair['before'].get('prompt'))}</td><td>{_answer(pair['before'])}</td>"
+            f"<td>{_answer(pair.get('after'))}</td></tr>"
+            for pair in shown
+        )
+        if not rows:
+            continue
+        table = (
+            f"<table><thead><tr><th>problem</th><th>before</th><th>after</th></tr></thead><tbody>{rows}</tbody></table>"
+        )
+        cards.append(_card(environment, table))
+    return cards or [_card("Samples", charts.empty_chart())]
+
+
+def _answer(rollout: Record | None) -> str:
+    if rollout is None:
+        return '<span class="empty">not asked</span>'
+    mark = "right" if rollout.get("correct") else "wrong"
+    return f'<span class="{mark}">{"✓" if mark == "right" else "✗"}</span> {_code(rollout.get("completion"))}'
+
+
+def _code(text: object) -> str:
+    return f"<code>{escape(str(text if text is not None else '')) or '&nbsp;'}</code>"
+
+
+def _histogram(values: Sequence[float], bins: int = 10) -> list[tuple[str, float]]:
+    if not values:
+        return []
+    ticks = charts.nice_ticks(0, sorted(values)[int(len(values) * 0.98)], bins)
+    counts = [0] * (len(ticks) - 1)
+    for value in values:
+        counts[min(int(value / ticks[1]), len(counts) - 1)] += 1
+    return [(charts.number(low), float(count)) for low, count in zip(ticks, counts, strict=False)]
+
+
+def curve(steps: Sequence[Record], key: str) -> list[charts.Point]:
+    return [(float(step["step"]), float(step[key])) for step in steps if step.get(key) is not None]
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def figure(value: float | None) -> str:
+    return "–" if value is None else charts.number(value)
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

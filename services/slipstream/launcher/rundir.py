@@ -1,0 +1,143 @@
+"""A run's directory: its name, its token, its lock, and how the other commands find it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
+MAX_NAME_ATTEMPTS = 10_000
+
+
+class RunDirError(RuntimeError):
+    """A run directory is missing, in use, or cannot be made; the message is for people."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside `runs/<name>/`. Making one touches nothing; `create` and `find_run` do."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def endpoints_file(self) -> Path:
+        return self.path / "endpoints.toml"
+
+    @property
+    def token_file(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "launcher.lock"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "launcher.jsonl"
+
+    def service_config(self, replica: str) -> Path:
+        return self.path / "configs" / f"{replica}.toml"
+
+    def log_file(self, replica: str) -> Path:
+        """Structured lines that the service itself writes."""
+        return self.path / "logs" / f"{replica}.log"
+
+    def output_file(self, replica: str) -> Path:
+        """Standard output and error: tracebacks and whatever libraries print."""
+        return self.path / "logs" / f"{replica}.out"
+
+    def record(self, kind: str, **fields: object) -> None:
+        """Append one event of the launcher to `launcher.jsonl`."""
+        with self.events_file.open("a") as events:
+            events.write(json.dumps({"kind": kind, "time_s": time.time(), **fields}) + "\n")
+
+
+def create_run_dir(directory: Path, name: str) -> RunDir:
+    """Make `directory/name`, or `name-2`, `name-3`, ... if that exists, with its token."""
+    directory.mkdir(parents=True, exist_ok=True)
+    run = RunDir(_make_unique(directory.resolve(), name))
+    for subdirectory in SUBDIRECTORIES:
+        (run.path / subdirectory).mkdir()
+    write_token(run.token_file)
+    return run
+
+
+def _make_unique(directory: Path, name: str) -> Path:
+    for attempt in range(1, MAX_NAME_ATTEMPTS):
+        path = directory / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise RunDirError(f"{directory} already holds {MAX_NAME_ATTEMPTS} runs called {name}")
+
+
+def write_token(path: Path) -> None:
+    """Write 32 random bytes as hex, readable by the owner only from the first moment on."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as token:
+        token.write(secrets.token_hex(32))
+
+
+class RunLock:
+    """Held by the launcher while it owns a run directory; the file names its process."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._handle = os.open(run.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise RunDirError(f"{run.path} is in use by another launcher") from None
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._handle)
+
+
+def launcher_pid(run: RunDir) -> int | None:
+    """Process that runs this directory now, or None. A stale file of a dead launcher counts as None."""
+    try:
+        handle = os.open(run.lock_file, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.pread(handle, 32, 0) or b"0") or None
+    finally:
+        os.close(handle)
+    return None
+
+
+def find_run(reference: str | None, directory: Path = Path("runs"), *, running: bool = False) -> RunDir:
+    """Find a run by path or name; without one, the newest run (with `running`, the newest that runs)."""
+    if reference is not None:
+        for path in (Path(reference), directory / reference):
+            if (path / "config.toml").exists():
+                return RunDir(path.resolve())
+        raise RunDirError(
+            f"no run called {reference}: neither {reference} nor {directory / reference} has a config.toml"
+        )
+    configs = sorted(directory.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    runs = [RunDir(path.parent.resolve()) for path in configs]
+    if running:
+        runs = [run for run in runs if launcher_pid(run) is not None]
+    if not runs:
+        raise RunDirError(f"no {'running ' if running else ''}run in {directory}/")
+    return runs[0]

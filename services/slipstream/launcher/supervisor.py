@@ -1,0 +1,165 @@
+"""Starts the processes of a run, watches them, restarts where told to, and leaves none behind.
+
+| loop     | takes                  | waits for                 | unblocked by                       |
+|----------|------------------------|---------------------------|------------------------------------|
+| `start`  | the list of processes  | each one's ready check    | the check, or the start timeout    |
+| `watch`  | exits, ten times a s   | the next exit             | a death that ends the run          |
+| `stop`   | what still runs        | exits after SIGTERM       | the exits, or SIGKILL              |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from typing import Literal, NoReturn
+
+from slipstream.launcher.process import ProcessSpec, SupervisedProcess
+
+POLL_INTERVAL_S = 0.1
+READY_INTERVAL_S = 0.2
+TERM_FRACTION = 0.7
+"""Part of the stop timeout that processes get between SIGTERM and SIGKILL."""
+HEALTHY_AFTER_S = 60.0
+"""A process that ran this long before dying starts again without back-off."""
+ALWAYS_RESTART_BUDGET = 20
+
+RestartPolicy = Literal["never", "on_failure"]
+OnEvent = Callable[..., None]
+
+
+class ServiceDiedError(RuntimeError):
+    """A service ended, or did not come up, and the run ends with it. The message names it and its log."""
+
+    def __init__(self, message: str, replica: str) -> None:
+        super().__init__(message)
+        self.replica = replica
+
+
+class Supervisor:
+    """Owns the processes of one run. Use from the main thread's event loop only."""
+
+    def __init__(
+        self,
+        *,
+        restart: RestartPolicy = "never",
+        restart_budget: int = 5,
+        backoff_s: float = 0.5,
+        max_backoff_s: float = 10.0,
+        start_timeout_s: float = 180.0,
+        stop_timeout_s: float = 20.0,
+        on_event: OnEvent = lambda kind, **fields: None,
+    ) -> None:
+        self._restart = restart
+        self._restart_budget = restart_budget
+        self._backoff_s = backoff_s
+        self._max_backoff_s = max_backoff_s
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._on_event = on_event
+        self._running: dict[str, SupervisedProcess] = {}
+        self._restarts: dict[str, int] = {}
+        self._due: dict[str, tuple[float, ProcessSpec]] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {replica: process.pid for replica, process in self._running.items()}
+
+    async def start(self, specs: list[ProcessSpec], on_ready: Callable[[str], None] = lambda replica: None) -> None:
+        """Start all and return when every ready check has said yes."""
+        for spec in specs:
+            self._spawn(spec)
+        deadline_s = time.monotonic() + self._start_timeout_s
+        waiting = {spec.replica: spec for spec in specs}
+        while waiting:
+            self._handle_exits()
+            answers = await asyncio.gather(*(spec.ready() for spec in waiting.values()))
+            for replica in [spec.replica for spec, ready in zip(waiting.values(), answers, strict=True) if ready]:
+                del waiting[replica]
+                self._on_event("service_ready", replica=replica)
+                on_ready(replica)
+            if waiting and time.monotonic() > deadline_s:
+                spec = next(iter(waiting.values()))
+                self._give_up(spec, f"was not ready within {self._start_timeout_s:.0f} s")
+            await asyncio.sleep(READY_INTERVAL_S if waiting else 0)
+
+    async def watch(self) -> NoReturn:
+        """Run until a death ends the run: raises ServiceDiedError."""
+        while True:
+            self._handle_exits()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def stop(self) -> None:
+        """End everything within the stop timeout: SIGTERM, then SIGKILL for what is left."""
+        self._due.clear()
+        begun_s = time.monotonic()
+        term_s = self._stop_timeout_s * TERM_FRACTION
+        first = [process for process in self._running.values() if not process.spec.stops_last]
+        last = [process for process in self._running.values() if process.spec.stops_last]
+        try:
+            await self._terminate(first, begun_s + term_s)
+            self._kill(first)
+            await self._terminate(last, min(time.monotonic() + 2.0, begun_s + term_s + 2.0))
+        finally:  # also when a second Ctrl-C cancels the wait
+            self._kill([*first, *last])
+            self._running.clear()
+
+    async def _terminate(self, processes: list[SupervisedProcess], deadline_s: float) -> None:
+        for process in processes:
+            process.signal(signal.SIGTERM)
+        while time.monotonic() < deadline_s:
+            if all(process.exit_reason() is not None for process in processes):
+                return
+            await asyncio.sleep(POLL_INTERVAL_S / 2)
+
+    def _kill(self, processes: list[SupervisedProcess]) -> None:
+        stubborn = [process for process in processes if process.exit_reason() is None]
+        for process in stubborn:
+            self._on_event("service_killed", replica=process.spec.replica)
+            process.signal(signal.SIGKILL)
+        for process in stubborn:
+            process.wait()
+
+    def _spawn(self, spec: ProcessSpec) -> None:
+        process = SupervisedProcess(spec)
+        self._running[spec.replica] = process
+        self._on_event("service_started", replica=spec.replica, pid=process.pid)
+
+    def _handle_exits(self) -> None:
+        ended = [(process, process.exit_reason()) for process in self._running.values()]
+        for process, reason in sorted(
+            ((process, reason) for process, reason in ended if reason is not None),
+            # Of several at once, the one that was killed is the cause more often than the effect.
+            key=lambda item: not item[1].startswith("killed"),
+        ):
+            del self._running[process.spec.replica]
+            self._on_event("service_died", replica=process.spec.replica, reason=reason)
+            self._restart_or_give_up(process, reason)
+        for replica, (due_s, spec) in list(self._due.items()):
+            if time.monotonic() >= due_s:
+                del self._due[replica]
+                self._spawn(spec)
+
+    def _restart_or_give_up(self, process: SupervisedProcess, reason: str) -> None:
+        spec = process.spec
+        count = self._restarts.get(spec.replica, 0)
+        budget = ALWAYS_RESTART_BUDGET if spec.always_restart else self._restart_budget
+        if not spec.always_restart and self._restart == "never":
+            self._give_up(spec, f"died ({reason})")
+        if count >= budget:
+            self._give_up(spec, f"died ({reason}) after {count} restarts, which is its budget")
+        self._restarts[spec.replica] = count + 1
+        ran_long = time.monotonic() - process.started_s > HEALTHY_AFTER_S
+        delay_s = 0.0 if ran_long else min(self._backoff_s * 2**count, self._max_backoff_s)
+        self._due[spec.replica] = (time.monotonic() + delay_s, spec)
+        self._on_event("service_restart", replica=spec.replica, restart=count + 1, delay_s=delay_s)
+
+    def _give_up(self, spec: ProcessSpec, what: str) -> NoReturn:
+        raise ServiceDiedError(f"{spec.replica} {what}; its log is {_log_to_read(spec)}", spec.replica)
+
+
+def _log_to_read(spec: ProcessSpec) -> str:
+    """Its log, and its output where it printed something, such as a traceback."""
+    printed = spec.output_file.exists() and spec.output_file.stat().st_size > 0
+    return f"{spec.log_file} (and {spec.output_file.name})" if printed else str(spec.log_file)

@@ -1,0 +1,60 @@
+"""A launcher of tiny processes, run by the tests as a process of its own.
+
+python stand_in_launcher.py DIRECTORY RESTART NAME=CODE...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from slipstream.launcher.process import ProcessSpec
+from slipstream.launcher.session import conduct
+from slipstream.launcher.supervisor import RestartPolicy, Supervisor
+
+
+def main() -> None:
+    directory, restart, services = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    events = (directory / "events.jsonl").open("a", buffering=1)
+    policy: RestartPolicy = "on_failure" if restart == "on_failure" else "never"
+    supervisor = Supervisor(
+        restart=policy,
+        restart_budget=2,
+        backoff_s=0.05,
+        stop_timeout_s=4.0,
+        on_event=lambda kind, **fields: print(json.dumps({"kind": kind, **fields}), file=events),
+    )
+    specs = []
+    for service in services:
+        name, _, code = service.partition("=")
+        marker = directory / f"{name}.ready"
+
+        async def ready(marker: Path = marker) -> bool:
+            return marker.exists()
+
+        code = f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n{code}"
+        specs.append(
+            ProcessSpec(
+                name,
+                (sys.executable, "-c", code),
+                directory / f"{name}.log",
+                directory / f"{name}.out",
+                ready,
+                always_restart=name == "valkey",
+                stops_last=name == "valkey",
+            )
+        )
+
+    async def work() -> None:
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+
+    ending = asyncio.run(conduct(supervisor, [specs], work))
+    print(ending.sentence, flush=True)
+    sys.exit(ending.exit_code)
+
+
+if __name__ == "__main__":
+    main()

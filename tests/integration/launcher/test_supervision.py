@@ -1,0 +1,177 @@
+"""Processes of a run are started, watched, restarted and ended; none outlives its launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+STAND_IN = Path(__file__).parent / "stand_in_launcher.py"
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+PARENT = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '{SLEEP}']); time.sleep(60)"
+
+
+class Launched:
+    """A stand-in launcher and what it started."""
+
+    def __init__(self, directory: Path, services: dict[str, str], restart: str) -> None:
+        self.directory = directory
+        command = [sys.executable, str(STAND_IN), str(directory), restart]
+        command += [f"{name}={code}" for name, code in services.items()]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        path = self.directory / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for line in lines if (event := json.loads(line))["kind"] == kind]
+
+    def pid(self, replica: str) -> int:
+        return [event["pid"] for event in self.events("service_started") if event["replica"] == replica][-1]
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, timeout_s: float = 8.0) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output.strip()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    launched: list[Launched] = []
+
+    def start(restart: str = "never", **services: str) -> Launched:
+        directory = tmp_path / str(len(launched))
+        directory.mkdir()
+        launched.append(Launched(directory, services, restart))
+        return launched[-1]
+
+    yield start
+    for one in launched:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+
+
+def test_the_death_of_one_ends_the_run_with_one_sentence_that_names_it(launch):
+    launched = launch(router=SLEEP, decode=SLEEP)
+    launched.wait_ready()
+    family = launched.family()
+    os.kill(launched.pid("decode"), signal.SIGKILL)
+    code, sentence = launched.end()
+    assert code == 1
+    assert sentence == f"decode died (killed by SIGKILL); its log is {launched.directory / 'decode.log'}"
+    assert gone(family)
+
+
+def test_a_service_that_fails_to_start_ends_the_run(launch):
+    code, sentence = launch(router=SLEEP, decode="raise SystemExit(3)").end()
+    assert code == 1
+    assert sentence.startswith("decode died (exited with code 3); its log is ")
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_ends_everything_also_what_ignores_it(launch, number):
+    launched = launch(router=SLEEP, decode=STUBBORN)
+    launched.wait_ready()
+    family = launched.family()
+    begun_s = time.monotonic()
+    launched.process.send_signal(number)
+    code, sentence = launched.end()
+    assert time.monotonic() - begun_s < 5
+    assert code == 128 + number
+    assert sentence == f"stopped by {number.name}"
+    assert gone(family)
+    assert [event["replica"] for event in launched.events("service_killed")] == ["decode"]
+
+
+def test_a_second_ctrl_c_does_not_wait(launch):
+    launched = launch(decode=STUBBORN)
+    launched.wait_ready()
+    family = launched.family()
+    begun_s = time.monotonic()
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launched.process.send_signal(signal.SIGINT)
+    launched.end()
+    assert time.monotonic() - begun_s < 2
+    assert gone(family)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(launch):
+    launched = launch(router=SLEEP, decode=STUBBORN)
+    launched.wait_ready()
+    family = launched.family()
+    assert len(family) == 2
+    launched.process.kill()
+    wait_until(lambda: gone(family))
+
+
+def test_what_a_dead_service_left_behind_is_killed_with_its_group(launch):
+    launched = launch(runner=PARENT)
+    launched.wait_ready()
+    wait_until(lambda: len(launched.family()) == 2)
+    family = launched.family()
+    os.kill(launched.pid("runner"), signal.SIGKILL)
+    launched.end()
+    wait_until(lambda: gone(family))
+
+
+def test_on_failure_restarts_until_the_budget_is_spent(launch):
+    launched = launch(restart="on_failure", router=SLEEP, decode=SLEEP)
+    launched.wait_ready()
+    for count in (1, 2):
+        dead = launched.pid("decode")
+        os.kill(dead, signal.SIGKILL)
+        wait_until(lambda dead=dead: launched.pid("decode") != dead)
+        assert [event["restart"] for event in launched.events("service_restart")][-1] == count
+    os.kill(launched.pid("decode"), signal.SIGKILL)
+    code, sentence = launched.end()
+    assert code == 1
+    assert sentence.startswith("decode died (killed by SIGKILL) after 2 restarts, which is its budget; its log is ")
+
+
+def test_valkey_restarts_whatever_the_policy(launch):
+    launched = launch(valkey=SLEEP, router=SLEEP)
+    launched.wait_ready()
+    dead = launched.pid("valkey")
+    os.kill(dead, signal.SIGKILL)
+    wait_until(lambda: launched.pid("valkey") != dead)
+    assert launched.process.poll() is None
+
+
+def test_two_launchers_side_by_side_do_not_disturb_each_other(launch):
+    one, two = launch(decode=SLEEP), launch(decode=SLEEP)
+    one.wait_ready()
+    two.wait_ready()
+    os.kill(one.pid("decode"), signal.SIGKILL)
+    assert one.end()[0] == 1
+    time.sleep(0.3)
+    assert two.process.poll() is None
+    assert psutil.pid_exists(two.pid("decode"))

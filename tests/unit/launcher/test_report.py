@@ -1,0 +1,108 @@
+"""The report, from run directories that no service has written."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from slipstream.launcher.intervals import intersection, total_s, union
+from slipstream.launcher.records import read_run
+from slipstream.launcher.report import build_report, write_report
+from slipstream.launcher.rundir import RunDir
+
+PROMISED = [
+    "seed", "accuracy_before", "accuracy_after", "accuracy_by_environment", "wall_s", "steps", "lag_max", "lag_bound",
+    "overlap_fraction", "mismatch_kl", "cached_token_fraction", "versions_applied", "rollouts_cancelled",
+    "sandbox_executions",
+]  # fmt: skip
+
+
+def test_the_report_has_every_promised_figure(synthetic_run):
+    write_report(synthetic_run)
+    report = json.loads((synthetic_run.path / "report.json").read_text())
+    assert not [key for key in PROMISED if report.get(key) is None]
+    assert report["seed"] == 3
+    assert (report["accuracy_before"], report["accuracy_after"]) == (0.41, 0.955)
+    assert report["accuracy_by_environment"]["make_number"] == {"before": 0.18, "after": 0.61, "count": 200}
+    assert report["steps"] == 20
+    assert (report["lag_max"], report["lag_bound"]) == (2, 2)
+    assert report["wall_s"] == 90
+    assert report["versions_applied"] == 60
+    assert report["cancelled_by_reason"] == {"AGED_OUT": 40, "RUN_ENDING": 8}
+    assert report["cached_token_fraction"] == 0.75
+    assert report["sandbox_executions"] == 7680
+
+
+def test_overlap_is_training_time_with_any_decode_over_training_time(synthetic_run):
+    # Training runs from 0.0 to 0.6 of each step, both decode workers from 0.1 to 0.9.
+    assert build_report(read_run(synthetic_run))["overlap_fraction"] == pytest.approx(5 / 6, abs=1e-3)
+
+
+def test_intervals_unite_and_intersect():
+    left = union([(3, 5), (0, 1), (0.5, 2), (7, 7)])
+    assert left == [(0, 2), (3, 5)]
+    assert intersection(left, [(1, 4)]) == [(1, 2), (3, 4)]
+    assert total_s(left) == 4
+
+
+def test_mismatch_is_a_mean_over_trained_tokens(tmp_path, write_lines):
+    steps = [{"kind": "step", "step": n, "time_s": n, "tokens": t, "mismatch_kl": kl}
+             for n, t, kl in ((1, 100, 0.1), (2, 300, 0.5))]  # fmt: skip
+    write_lines(tmp_path / "metrics.jsonl", steps)
+    assert build_report(read_run(RunDir(tmp_path)))["mismatch_kl"] == pytest.approx(0.4)
+
+
+class TagCheck(HTMLParser):
+    """Counts open tags and collects what the page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_loads_nothing(synthetic_run):
+    page = write_report(synthetic_run).read_text()
+    check = TagCheck()
+    check.feed(page)
+    assert check.open == []
+    assert check.loaded == []
+    assert "<script" not in page
+    assert "nan" not in re.findall(r'points="[^"]*"', page)
+    for text in ("Lag of trained groups", "aged out", "stale KV", "decode-2", "tenalp", "policy lag"):
+        assert text in page
+
+
+def test_what_the_model_wrote_is_escaped(synthetic_run, write_lines):
+    write_lines(synthetic_run.path / "rollouts" / "runner-1.jsonl", [
+        {"purpose": "evaluation", "environment": "spell_backward", "task_index": 1, "dispatch_version": "1.0",
+         "prompt": "<script>alert(1)</script>", "completion": "</code>", "correct": False}
+    ])  # fmt: skip
+    page = write_report(synthetic_run).read_text()
+    assert "<script" not in page
+    assert "&lt;/code&gt;" in page
+
+
+def test_a_run_that_wrote_nothing_still_reports(tmp_path):
+    assert write_report(RunDir(tmp_path)).exists()
+    assert json.loads((tmp_path / "report.json").read_text())["accuracy_before"] is None
+
+
+def test_a_half_written_line_is_left_out(synthetic_run):
+    with (synthetic_run.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "step", "st')
+    assert build_report(read_run(synthetic_run))["steps"] == 20

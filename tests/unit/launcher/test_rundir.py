@@ -1,0 +1,47 @@
+"""Run directories: unique names, a private token, one launcher at a time."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from slipstream.launcher.rundir import RunDirError, RunLock, create_run_dir, find_run, launcher_pid
+
+
+def test_a_taken_name_gets_a_number(tmp_path):
+    names = [create_run_dir(tmp_path, "demo").name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+
+
+def test_the_token_is_random_and_for_the_owner_only(tmp_path):
+    one, two = create_run_dir(tmp_path, "demo"), create_run_dir(tmp_path, "demo")
+    assert stat.S_IMODE(one.token_file.stat().st_mode) == 0o600
+    assert len(bytes.fromhex(one.token_file.read_text())) == 32
+    assert one.token_file.read_text() != two.token_file.read_text()
+
+
+def test_a_directory_in_use_is_refused_and_names_its_process(tmp_path):
+    run = create_run_dir(tmp_path, "demo")
+    assert launcher_pid(run) is None
+    lock = RunLock(run)
+    assert launcher_pid(run) == os.getpid()
+    with pytest.raises(RunDirError, match="in use"):
+        RunLock(run)
+    lock.release()
+    assert launcher_pid(run) is None
+
+
+def test_a_run_is_found_by_name_by_path_and_as_the_newest(tmp_path):
+    for name in ("old", "new"):
+        run = create_run_dir(tmp_path, name)
+        run.config_file.write_text("")
+    os.utime(tmp_path / "old" / "config.toml", (1, 1))
+    assert find_run("old", tmp_path).path == tmp_path / "old"
+    assert find_run(str(tmp_path / "new"), tmp_path).path == tmp_path / "new"
+    assert find_run(None, tmp_path).name == "new"
+    with pytest.raises(RunDirError, match="no run called other"):
+        find_run("other", tmp_path)
+    with pytest.raises(RunDirError, match="no running run"):
+        find_run(None, tmp_path, running=True)
