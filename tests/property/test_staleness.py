@@ -199,7 +199,13 @@ def test_with_bound_zero_nothing_crosses_an_update(groups: int, steps: int, seed
 def test_hold_without_filters_trains_every_admitted_group_and_ages_none_out(
     groups: int, bound: int, steps: int, seed: int
 ) -> None:
-    machine = StalenessMachine(groups, bound, steps, environment_of, age_out=dict.fromkeys(ENVIRONMENTS, AgeOut.HOLD))
+    machine = StalenessMachine(
+        groups,
+        bound,
+        steps,
+        environment_of,
+        age_out={name: AgeOut.HOLD for name in ENVIRONMENTS},  # noqa: C420 literal keys
+    )
     run = Run(machine, seed, trainable=1.0)
     run.to_the_end()
     assert machine.outcomes == {Outcome.TRAINED: groups * steps}
@@ -242,7 +248,9 @@ def test_rollouts_of_ten_times_the_bound_neither_stall_the_run_nor_break_it(
 def test_regeneration_takes_the_oldest_position_first_and_ends_the_second_time() -> None:
     machine = StalenessMachine(1, 0, 4, lambda _: "words", over_sampling=3.0)
     first, second, third = (machine.dispatch() for _ in range(3))
-    assert first and second and third
+    assert first
+    assert second
+    assert third
     machine.scored(third.position, 1)
     sealed = machine.seal()
     assert sealed is not None
@@ -251,6 +259,7 @@ def test_regeneration_takes_the_oldest_position_first_and_ends_the_second_time()
     machine.trained(1)
     machine.serving_advanced(1)
     again = machine.dispatch()
+    assert again
     assert again is first
     assert (again.position, again.attempt, again.dispatch_step) == (0, 2, 1)
     assert not machine.scored(0, 1), "a report of the attempt given up is late"

@@ -479,7 +479,7 @@ def rpc_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
 
 
-def _error_info(trailing_metadata: Any) -> error_details_pb2.ErrorInfo | None:  # noqa: ANN401 grpc's own pairs
+def _error_info(trailing_metadata: Any) -> error_details_pb2.ErrorInfo | None:
     for key, value in trailing_metadata:
         if key != STATUS_KEY:
             continue

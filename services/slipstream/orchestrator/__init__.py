@@ -1,0 +1,1 @@
+"""The orchestrator: sequencer of a run."""

@@ -1,0 +1,170 @@
+"""slipstream-orchestrator: the sequencer of a run.
+
+| loop | takes | waits for | who unblocks it |
+|---|---|---|---|
+| phases | the run from phase to phase | a version served, answers, trained steps | keeper, runners, trainer |
+| watch | expired leases, reasons to give up | a timer | itself |
+| published | versions from the broadcaster | a sealed version | the trainer, through the broadcaster |
+| workers | what each worker serves | a timer | itself |
+| update | workers that are behind | a new version, a worker's change | `published`, `workers` |
+| mirror | versions, leases, dispatch versions, into Redis | a change, at most a second | everything that changes them |
+| release | keys of rows nobody needs | a timer | itself |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import structlog
+
+from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
+from slipstream.api.rollout.v1 import rollout_pb2_grpc, runner_pb2_grpc
+from slipstream.api.run.v1 import run_pb2_grpc
+from slipstream.api.training.v1 import batch_pb2_grpc
+from slipstream.common.channel import open_channel, read_token
+from slipstream.common.config import cli
+from slipstream.common.runtime import Loop, Servicers, serve
+from slipstream.common.state import State
+from slipstream.common.telemetry import setup_logging
+from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.config import OrchestratorConfig
+from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.keeper import VersionKeeper, open_workers
+from slipstream.orchestrator.leases import RunnerLeases
+from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.public_servicer import RolloutServicer, RunServicer
+from slipstream.orchestrator.redis_mirror import RedisMirror
+from slipstream.orchestrator.releaser import RowsReleaser
+from slipstream.orchestrator.run_state import RunState
+from slipstream.orchestrator.sequencer import Sequencer
+from slipstream.orchestrator.servicer import BatchServicer, RunnerServicer
+from slipstream.orchestrator.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+class Orchestrator:
+    """All parts of the orchestrator, wired. Must be made where an event loop runs."""
+
+    def __init__(self, config: OrchestratorConfig) -> None:
+        token = read_token(config.auth.token_file)
+        self._channels: list[grpc.aio.Channel] = []
+
+        def channel(address: str) -> grpc.aio.Channel:
+            self._channels.append(open_channel(address, token))
+            return self._channels[-1]
+
+        self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", time.time)
+        self.journal = Journal(config.run_dir / "journal" / "journal.jsonl")
+        self.state = RunState(config.run_id, config.total_steps, self.metrics)
+        self.leases = RunnerLeases(config.runner_lease_ttl_s, time.monotonic)
+        self.releaser = RowsReleaser(channel)
+        self.sequencer = Sequencer(
+            config,
+            state=self.state,
+            journal=self.journal,
+            metrics=self.metrics,
+            leases=self.leases,
+            release_rows=self.releaser.release,
+        )
+        self.keeper = VersionKeeper(
+            config.run_id,
+            config.keeper,
+            open_workers(config.workers, channel),
+            broadcast_pb2_grpc.BroadcastServiceStub(channel(config.broadcaster)),
+            on_published=self._published,
+            on_serving=self.sequencer.serving_advanced,
+            until_cancelled=self.leases.until_acknowledged,
+            metrics=self.metrics,
+        )
+        self.state.workers = self.keeper.worker_versions
+        self.supervisor = Supervisor(
+            config, state=self.state, sequencer=self.sequencer, keeper=self.keeper, metrics=self.metrics
+        )
+        self.redis = State(config.redis.url, config.run_id)
+        self.mirror = RedisMirror(
+            self.redis,
+            self.state,
+            self.leases,
+            self.sequencer.dispatched,
+            self.sequencer.dispatch_versions,
+            self.sequencer.admission_may_have_opened,
+        )
+
+    @property
+    def servicers(self) -> Servicers:
+        """What the server serves."""
+        return [
+            (
+                runner_pb2_grpc.add_RunnerServiceServicer_to_server,
+                RunnerServicer(self.sequencer, self.state),
+                "slipstream.api.rollout.v1.RunnerService",
+            ),
+            (
+                rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+                RolloutServicer(self.state, self.sequencer),
+                "slipstream.api.rollout.v1.RolloutService",
+            ),
+            (
+                batch_pb2_grpc.add_BatchServiceServicer_to_server,
+                BatchServicer(self.sequencer, self.state, self.journal),
+                "slipstream.api.training.v1.BatchService",
+            ),
+            (
+                run_pb2_grpc.add_RunServiceServicer_to_server,
+                RunServicer(self.state, self.sequencer, self.supervisor.end),
+                "slipstream.api.run.v1.RunService",
+            ),
+        ]
+
+    @property
+    def loops(self) -> dict[str, Loop]:
+        """What runs for the life of the process; see the table above."""
+        return {
+            "phases": self.supervisor.run,
+            "watch": self.supervisor.watch,
+            "published": self.keeper.watch_published,
+            "workers": self.keeper.poll_workers,
+            "update": self.keeper.update,
+            "mirror": self.mirror.run,
+            "release": self.releaser.run,
+        }
+
+    async def drain(self) -> None:
+        """Put the journal on disk and let go of what is not needed."""
+        await self.journal.sync()
+        await self.releaser.flush()
+
+    async def close(self) -> None:
+        """Close files and channels."""
+        for channel in self._channels:
+            await channel.close()
+        await self.redis.close()
+        self.journal.close()
+        self.metrics.close()
+
+    def _published(self, version: PolicyVersion) -> None:
+        self.state.published = version
+        self.state.changed.notify()
+
+
+async def run(config: OrchestratorConfig) -> None:
+    """Serve until SIGTERM."""
+    orchestrator = Orchestrator(config)
+    try:
+        await serve(config, orchestrator.servicers, orchestrator.loops, on_drain=orchestrator.drain)
+    finally:
+        await orchestrator.close()
+
+
+def main() -> None:
+    """Entry point of `slipstream-orchestrator`."""
+    config = cli(OrchestratorConfig)
+    setup_logging(config, "orchestrator")
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Configuration of the orchestrator."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from slipstream.common.config import BaseConfig, ServiceConfig
+
+
+class EnvironmentConfig(BaseConfig):
+    """One environment of the training mixture."""
+
+    name: str
+    """Its configured name, as the runner knows it."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the task sequence, relative to the others."""
+
+    age_out: Literal["regenerate", "hold", "mask"] = "regenerate"
+    """What happens to groups that grow too old to be trained: start again once, make the step wait for them, or
+    train only their tokens within the bound."""
+
+    train_task_count: int = Field(default=1_000_000, ge=1)
+    """Tasks of its training set; positions draw from it with replacement."""
+
+    evaluation_task_count: int = Field(default=200, ge=0)
+    """Held-out tasks asked before and after training. 0 leaves it out."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Sampling temperature of training rollouts."""
+
+    max_new_tokens: int = Field(default=10, ge=1)
+    """Tokens a rollout may draw, per turn."""
+
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Tokens that end a sample. Empty leaves the choice to the runner, which knows the tokenizer."""
+
+    deadline_s: float = Field(default=120.0, gt=0)
+    """A group that takes longer fails."""
+
+
+class WorkerConfig(BaseConfig):
+    """One inference worker that the version keeper looks after."""
+
+    replica: str
+    """Its name in the run."""
+
+    role: Literal["prefill", "decode"]
+    """Its pool."""
+
+    address: str
+    """host:port of its WorkerService."""
+
+
+class KeeperConfig(BaseConfig):
+    """How weights reach the workers."""
+
+    poll_interval_s: float = Field(default=1.0, gt=0)
+    """How often each worker is asked what it serves."""
+
+    away_after_s: float = Field(default=4.0, gt=0)
+    """A worker that does not answer for this long is away and no longer holds the serving version back."""
+
+    begin_timeout_s: float = Field(default=60.0, gt=0)
+    """Time to fetch and verify one version."""
+
+    apply_timeout_s: float = Field(default=20.0, gt=0)
+    """Time to swap and check one version."""
+
+    cancel_ack_timeout_s: float = Field(default=2.0, ge=0)
+    """How long an update waits until the engines have dropped what was cancelled before it."""
+
+    refit_backoff_s: float = Field(default=0.5, gt=0)
+    """Pause before a failed update is tried again; doubles up to 10 s."""
+
+
+class OrchestratorConfig(ServiceConfig):
+    """The sequencer of a run: what is run, in which order, and which weights it is trained into."""
+
+    total_steps: int = Field(default=170, ge=1)
+    """Optimizer steps of the run."""
+
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups one optimizer step trains on."""
+
+    samples_per_group: int = Field(default=8, ge=2)
+    """Rollouts of one task."""
+
+    min_group_size: int = Field(default=2, ge=2)
+    """A group that lost members is trained on if at least this many are left."""
+
+    max_off_policy_steps: int = Field(default=2, ge=0)
+    """Versions a group may lag the step that trains on it. 0 is synchronous."""
+
+    over_sampling: float = Field(default=1.0, ge=1.0, le=8.0)
+    """Multiplies groups_per_step in the admission bound only; the surplus of a step ages out."""
+
+    step_quotas: bool = True
+    """Compose each step of the environments by their weights, as long as that stalls nothing."""
+
+    quota_patience_groups: int | None = Field(default=None, ge=0)
+    """Groups ready beyond a step's at which its quotas yield. Unset means groups_per_step."""
+
+    min_reward_std: float = Field(default=1e-6, ge=0)
+    """Groups whose rewards spread less teach nothing and are dropped."""
+
+    advantage_epsilon: float = Field(default=1e-4, gt=0)
+    """Added to the standard deviation that advantages are divided by."""
+
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one micro-batch at most; a longer sequence gets one of its own."""
+
+    data_ranks: int = Field(default=1, ge=1)
+    """Trainer ranks that share a step."""
+
+    evaluate_before: bool = True
+    """Ask the held-out tasks before the first step."""
+
+    evaluate_after: bool = True
+    """Ask the held-out tasks after the last step."""
+
+    kv_dtype: str = "float32"
+    """Element type of the engines' KV cache: part of the salt."""
+
+    environments: list[EnvironmentConfig] = Field(min_length=1)
+    """The training mixture."""
+
+    workers: list[WorkerConfig] = Field(min_length=2)
+    """All inference workers, of both pools."""
+
+    broadcaster: str
+    """host:port of the broadcaster."""
+
+    keeper: KeeperConfig = KeeperConfig()
+
+    runner_lease_ttl_s: float = Field(default=10.0, gt=0.5)
+    """A runner that is silent for this long loses its groups to others."""
+
+    start_timeout_s: float = Field(default=240.0, gt=0)
+    """Time from start to the first served version, warm-up included; then the run fails."""
+
+    pool_timeout_s: float = Field(default=20.0, gt=0)
+    """A pool without a routable worker, or a run without a runner, for this long ends the run."""
+
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """Training or an evaluation that makes no progress for this long ends the run."""
+
+    max_consecutive_failures: int = Field(default=32, ge=1)
+    """Groups of one environment that fail in a row before the run ends."""
+
+    failing_environment_timeout_s: float = Field(default=60.0, gt=0)
+    """An environment that only fails for this long ends the run, however few its groups are."""
+
+    max_external_rollouts: int = Field(default=256, ge=1)
+    """Groups of third parties that may wait or run at once."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [environment.name for environment in self.environments]
+        if len(set(names)) != len(names):
+            raise ValueError("environments: names must differ")
+        if self.min_group_size > self.samples_per_group:
+            raise ValueError("min_group_size: must not exceed samples_per_group")
+        if {worker.role for worker in self.workers} != {"prefill", "decode"}:
+            raise ValueError("workers: at least one of each role is needed")
+        return self
+
+    @property
+    def quotas(self) -> dict[str, int]:
+        """Groups of each environment in a step: largest remainders, so that they add up."""
+        if not self.step_quotas or len(self.environments) == 1:
+            return {}
+        total = sum(environment.weight for environment in self.environments)
+        shares = {e.name: self.groups_per_step * e.weight / total for e in self.environments}
+        quotas = {name: int(share) for name, share in shares.items()}
+        rest = self.groups_per_step - sum(quotas.values())
+        for name in sorted(shares, key=lambda name: quotas[name] - shares[name])[:rest]:
+            quotas[name] += 1
+        return quotas

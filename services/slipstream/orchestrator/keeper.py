@@ -1,0 +1,289 @@
+"""The version keeper: brings every published version to every worker, and says which version is served.
+
+Loops: `watch_published` follows the broadcaster, `poll_workers` looks at the workers, `update` closes the gap between
+the two. The decode pool is updated before the prefill pool, so that KV is never newer than what samples on it.
+`serving` is the lowest version among the routable workers of both pools, and only moves forward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import grpc
+import structlog
+
+from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
+from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.api.run.v1 import run_pb2
+from slipstream.common.errors import SlipstreamError, from_rpc_error
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.orchestrator.config import KeeperConfig, WorkerConfig
+from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.signals import Signal
+
+log = structlog.get_logger()
+
+_LEASE_TTL_MS = 60_000
+_MAX_BACKOFF_S = 10.0
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker as last seen."""
+
+    replica: str
+    role: str
+    stub: worker_pb2_grpc.WorkerServiceStub
+    epoch: str = ""
+    state: worker_pb2.WorkerState = worker_pb2.WORKER_STATE_UNSPECIFIED
+    version: PolicyVersion = UNSET
+    seen_at: float = float("-inf")
+    updating: bool = False
+    failures: int = 0
+    retry_at: float = float("-inf")
+
+    def see(self, epoch: str, state: worker_pb2.WorkerState, version: PolicyVersion, now: float) -> bool:
+        """Take in what the worker says; True when something changed."""
+        changed = (epoch, state, version) != (self.epoch, self.state, self.version)
+        if epoch != self.epoch:
+            self.failures, self.retry_at = 0, float("-inf")
+        self.epoch, self.state, self.version, self.seen_at = epoch, state, version, now
+        return changed
+
+
+@dataclass(slots=True)
+class VersionKeeper:
+    """Owns the updates of all workers of a run."""
+
+    run_id: str
+    config: KeeperConfig
+    workers: list[Worker]
+    broadcaster: broadcast_pb2_grpc.BroadcastServiceStub
+    on_published: Callable[[PolicyVersion], None]
+    on_serving: Callable[[PolicyVersion], None]
+    until_cancelled: Callable[[float], Awaitable[bool]]
+    """Waits until the engines have dropped what was cancelled, or for so many seconds."""
+    metrics: MetricsFile
+    clock: Callable[[], float] = time.monotonic
+    published: PolicyVersion = UNSET
+    serving: PolicyVersion = UNSET
+    applied: int = 0
+    changed: Signal = field(default_factory=Signal)
+    _update_ids: count[int] = field(default_factory=count)
+
+    # ---- loops
+
+    async def watch_published(self) -> None:
+        """Follow the broadcaster for ever; a broken stream is opened again."""
+        while True:
+            try:
+                request = broadcast_pb2.WatchVersionsRequest(
+                    after=self.published.to_proto() if self.published else None
+                )
+                async for message in self.broadcaster.WatchVersions(request, timeout=3600.0):
+                    self._see_published(PolicyVersion.from_proto(message.version))
+            except grpc.aio.AioRpcError as error:
+                log.debug("broadcaster_stream_ended", reason=from_rpc_error(error).reason)
+            await asyncio.sleep(0.5)
+
+    async def poll_workers(self) -> None:
+        """Look at every worker for ever."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self.config.poll_interval_s)
+
+    async def update(self) -> None:
+        """Update whatever is behind, for ever."""
+        while True:
+            behind = self.behind()
+            if behind:
+                await self.roll(behind, self.published)
+            else:
+                await self.changed.wait(self.config.poll_interval_s)
+
+    # ---- looking
+
+    async def poll(self) -> None:
+        """Ask every worker once what it serves."""
+        results = await asyncio.gather(*(self._look(worker) for worker in self.workers))
+        self._advance()
+        if any(results):
+            self.changed.notify()
+
+    def routable(self, role: str) -> list[Worker]:
+        """Return the workers of a pool that take requests."""
+        return [w for w in self.workers if w.role == role and w.version and self._serves(w)]
+
+    def behind(self) -> list[Worker]:
+        """Return the workers that can be reached and do not serve the newest published version."""
+        now = self.clock()
+        return [
+            worker
+            for worker in self.workers
+            if self._reachable(worker)
+            and worker.retry_at <= now
+            and worker.state != worker_pb2.WORKER_STATE_DRAINING
+            and (worker.version < self.published or (worker.state == worker_pb2.WORKER_STATE_STALE and self.published))
+        ]
+
+    def worker_versions(self) -> list[run_pb2.WorkerVersion]:
+        """Return the workers as the run's state shows them."""
+        return [
+            run_pb2.WorkerVersion(
+                replica=worker.replica,
+                version=worker.version.to_proto() if worker.version else None,
+                state=self._state_name(worker),
+            )
+            for worker in self.workers
+        ]
+
+    # ---- updating
+
+    async def roll(self, workers: Sequence[Worker], version: PolicyVersion) -> None:
+        """Bring `workers` to `version`: all fetch at once, then one after the other swaps, decode first."""
+        begun = await asyncio.gather(*(self._begin(worker, version) for worker in workers))
+        ready = [(worker, update_id) for worker, update_id in zip(workers, begun, strict=True) if update_id]
+        if not ready:
+            return
+        await self.until_cancelled(self.config.cancel_ack_timeout_s)
+        for role in ("decode", "prefill"):
+            for worker, update_id in ready:
+                if worker.role != role:
+                    continue
+                if role == "prefill" and any(decode.version < version for decode in self.routable("decode")):
+                    await self._abort(worker, update_id)
+                    continue
+                await self._apply(worker, update_id, version)
+                self._advance()
+
+    async def _begin(self, worker: Worker, version: PolicyVersion) -> str | None:
+        update_id = f"{self.run_id}/{version}/{worker.replica}/{next(self._update_ids)}"
+        request = worker_pb2.BeginUpdateRequest(
+            update_id=update_id,
+            holder="orchestrator",
+            version=version.to_proto(),
+            lease_ttl_ms=_LEASE_TTL_MS,
+            worker_epoch=worker.epoch,
+        )
+        try:
+            await worker.stub.BeginUpdate(request, timeout=self.config.begin_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            await self._failed(worker, "begin", version, from_rpc_error(error))
+            return None
+        return update_id
+
+    async def _apply(self, worker: Worker, update_id: str, version: PolicyVersion) -> None:
+        started = self.clock()
+        worker.updating = True
+        try:
+            applied = await worker.stub.ApplyUpdate(
+                worker_pb2.ApplyUpdateRequest(update_id=update_id), timeout=self.config.apply_timeout_s
+            )
+            finished = await worker.stub.FinishUpdate(
+                worker_pb2.FinishUpdateRequest(update_id=update_id), timeout=self.config.apply_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            await self._failed(worker, "apply", version, from_rpc_error(error))
+            return
+        finally:
+            worker.updating = False
+        worker.see(worker.epoch, finished.state, PolicyVersion.from_proto(finished.version), self.clock())
+        worker.failures = 0
+        self.applied += 1
+        figures = {
+            "pause_s": applied.pause_us / 1e6,
+            "apply_s": applied.apply_us / 1e6,
+            "verify_s": applied.verify_us / 1e6,
+            "total_s": round(self.clock() - started, 6),
+            "in_flight_samples": applied.in_flight_sample_count,
+            "probe_max_abs_error": applied.probe_max_abs_error,
+        }
+        self.metrics.write("update", version=str(version), replica=worker.replica, **figures)
+        log.info("weights_applied", policy_version=str(version), worker=worker.replica, **figures)
+
+    async def _abort(self, worker: Worker, update_id: str) -> None:
+        log.info("update_postponed", worker=worker.replica, reason="a decode worker is behind")
+        self._back_off(worker)
+        try:
+            await worker.stub.AbortUpdate(worker_pb2.AbortUpdateRequest(update_id=update_id), timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            log.debug("abort_failed", worker=worker.replica, reason=from_rpc_error(error).reason)
+
+    async def _failed(self, worker: Worker, stage: str, version: PolicyVersion, error: SlipstreamError) -> None:
+        self._back_off(worker)
+        if error.reason == "VERSION_NOT_NEWER":
+            log.debug("update_not_needed", worker=worker.replica, policy_version=str(version))
+        else:
+            log.warning(
+                "update_failed",
+                worker=worker.replica,
+                stage=stage,
+                policy_version=str(version),
+                reason=error.reason,
+                detail=error.message,
+                failures=worker.failures,
+            )
+            self.metrics.write(
+                "update_failed", version=str(version), replica=worker.replica, stage=stage, reason=error.reason
+            )
+        await self._look(worker)
+
+    def _back_off(self, worker: Worker) -> None:
+        worker.failures += 1
+        worker.retry_at = self.clock() + min(self.config.refit_backoff_s * 2 ** (worker.failures - 1), _MAX_BACKOFF_S)
+
+    # ---- inside
+
+    def _see_published(self, version: PolicyVersion) -> None:
+        if version > self.published:
+            self.published = version
+            self.on_published(version)
+            self.changed.notify()
+
+    async def _look(self, worker: Worker) -> bool:
+        try:
+            answer = await worker.stub.GetWorker(
+                worker_pb2.GetWorkerRequest(), timeout=max(1.0, self.config.away_after_s / 2)
+            )
+        except grpc.aio.AioRpcError:
+            return False
+        version = PolicyVersion.from_proto(answer.version)
+        if worker.state != answer.state and answer.state == worker_pb2.WORKER_STATE_STALE:
+            log.warning("worker_stale", worker=worker.replica, reason=answer.stale_reason)
+        return worker.see(answer.epoch, answer.state, version, self.clock())
+
+    def _advance(self) -> None:
+        pools = [self.routable("decode"), self.routable("prefill")]
+        if not all(pools):
+            return
+        lowest = min(worker.version for pool in pools for worker in pool)
+        if lowest > self.serving:
+            self.serving = lowest
+            self.on_serving(lowest)
+
+    def _reachable(self, worker: Worker) -> bool:
+        return self.clock() - worker.seen_at <= self.config.away_after_s
+
+    def _serves(self, worker: Worker) -> bool:
+        return worker.state == worker_pb2.WORKER_STATE_SERVING and self._reachable(worker)
+
+    def _state_name(self, worker: Worker) -> str:
+        if not self._reachable(worker):
+            return "away"
+        if worker.updating:
+            return "updating"
+        if worker.state == worker_pb2.WORKER_STATE_SERVING:
+            return "serving"
+        return "stale" if worker.state == worker_pb2.WORKER_STATE_STALE else "away"
+
+
+def open_workers(configs: Sequence[WorkerConfig], open_channel: Callable[[str], grpc.aio.Channel]) -> list[Worker]:
+    """Return the workers of a config, each with a channel of its own."""
+    return [
+        Worker(config.replica, config.role, worker_pb2_grpc.WorkerServiceStub(open_channel(config.address)))
+        for config in configs
+    ]

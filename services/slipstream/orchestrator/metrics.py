@@ -1,0 +1,93 @@
+"""`metrics.jsonl`: one JSON object a line, for the report and for whoever reads along."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from slipstream.api.rollout.v1 import runner_pb2
+
+
+class MetricsFile:
+    """Appends records of a `kind`, each with the time it was written."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        self._clock = clock
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Append one record; figures that are not finite are left out, since JSON has none."""
+        record = {"kind": kind, "time_s": round(self._clock(), 3), **finite(fields)}
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def finite(fields: Mapping[str, object]) -> dict[str, object]:
+    """Drop the figures that are infinite or not a number."""
+    return {key: value for key, value in fields.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+class StepInterval:
+    """What came in from runners since the last step record."""
+
+    def __init__(self, started_s: float) -> None:
+        self.started_s = started_s
+        self.groups_filtered = 0
+        self.groups_failed = 0
+        self.sampled_tokens = 0
+        self.cached_tokens = 0
+        self.prefix_query_tokens = 0
+        self.rewards: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, environment: str, records: Iterable[runner_pb2.RolloutRecord]) -> None:
+        """Count the rollouts of one finished training group."""
+        rewards = self.rewards[environment]
+        for record in records:
+            rewards.append(record.reward)
+            self.sampled_tokens += sum(r.end - r.start for r in record.loss_ranges)
+            self.cached_tokens += record.cached_token_count
+            self.prefix_query_tokens += record.prefix_query_token_count
+
+    def fields(self, now_s: float) -> dict[str, object]:
+        """Return the figures of the interval."""
+        every = [reward for rewards in self.rewards.values() for reward in rewards]
+        elapsed = max(now_s - self.started_s, 1e-6)
+        return {
+            "reward_mean": sum(every) / len(every) if every else math.nan,
+            "reward_by_environment": {name: sum(r) / len(r) for name, r in self.rewards.items() if r},
+            "groups_filtered": self.groups_filtered,
+            "groups_failed": self.groups_failed,
+            "rollouts": len(every),
+            "tokens_per_s": self.sampled_tokens / elapsed,
+            "cached_token_fraction": self.cached_tokens / max(self.prefix_query_tokens, 1),
+            "cached_token_count": self.cached_tokens,
+            "prefix_query_token_count": self.prefix_query_tokens,
+            "interval_s": elapsed,
+        }
+
+
+class Totals:
+    """Counts over the whole run."""
+
+    def __init__(self) -> None:
+        self.cancelled: Counter[str] = Counter()
+        self.sandbox_executions = 0
+        self.rollouts = 0
+        self.updates = 0
+
+    def fields(self) -> dict[str, float]:
+        """Return the counts by name."""
+        return {
+            "rollouts_cancelled": float(sum(self.cancelled.values())),
+            "sandbox_executions": float(self.sandbox_executions),
+            "rollouts": float(self.rollouts),
+            "versions_applied": float(self.updates),
+        }

@@ -1,0 +1,144 @@
+"""RunService and RolloutService: what the launcher and third parties call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
+from slipstream.common.errors import EnvironmentUnknown, InvalidRequest, RunEnded, Unsupported
+from slipstream.common.idempotency import RequestMemory
+from slipstream.orchestrator.run_state import RunState
+from slipstream.orchestrator.sequencer import Sequencer
+
+_DEFAULT_PAGE = 100
+_DEFAULT_PER_SECOND = 2
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """Shows the run and lets it be paused and stopped."""
+
+    def __init__(self, state: RunState, sequencer: Sequencer, end: Callable[[run_pb2.RunState, str], None]) -> None:
+        self._state = state
+        self._sequencer = sequencer
+        self._end = end
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: grpc.aio.ServicerContext) -> run_pb2.GetRunResponse:
+        return run_pb2.GetRunResponse(run=self._state.to_proto())
+
+    async def WatchRun(
+        self, request: run_pb2.WatchRunRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[run_pb2.WatchRunResponse]:
+        pause_s = 1.0 / (request.max_per_second or _DEFAULT_PER_SECOND)
+        while True:
+            ended = self._state.ended
+            yield run_pb2.WatchRunResponse(run=self._state.to_proto())
+            if ended:
+                return
+            # Changes during the pause would wake nobody; so at most a second passes without a message.
+            await asyncio.sleep(pause_s)
+            await self._state.changed.wait(max(0.0, 1.0 - pause_s))
+
+    async def PauseRun(
+        self, request: run_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_pb2.PauseRunResponse:
+        self._refuse_ended()
+        self._state.pause("client", request.reason or "paused by PauseRun")
+        return run_pb2.PauseRunResponse(run=self._state.to_proto())
+
+    async def ResumeRun(
+        self, request: run_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_pb2.ResumeRunResponse:
+        self._refuse_ended()
+        self._state.resume("client")
+        self._sequencer.admission_may_have_opened()
+        return run_pb2.ResumeRunResponse(run=self._state.to_proto())
+
+    async def StopRun(
+        self, request: run_pb2.StopRunRequest, context: grpc.aio.ServicerContext
+    ) -> run_pb2.StopRunResponse:
+        self._end(run_pb2.RUN_STATE_STOPPED, request.reason or "stopped by StopRun")
+        return run_pb2.StopRunResponse(run=self._state.to_proto())
+
+    async def SaveCheckpoint(
+        self, request: run_pb2.SaveCheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> run_pb2.SaveCheckpointResponse:
+        raise Unsupported("this release does not write resumable checkpoints", method="SaveCheckpoint")
+
+    def _refuse_ended(self) -> None:
+        if self._state.ended:
+            raise RunEnded(self._state.reason, state=run_pb2.RunState.Name(self._state.state))
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Lets third parties ask for rollouts beside the training sequence."""
+
+    def __init__(self, state: RunState, sequencer: Sequencer) -> None:
+        self._state = state
+        self._sequencer = sequencer
+        self._groups = sequencer.external
+        self._answers = RequestMemory()
+
+    async def CreateRollout(
+        self, request: rollout_pb2.CreateRolloutRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.CreateRolloutResponse:
+        return await self._answers.once(request, lambda: self._create(request))
+
+    async def _create(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
+        if self._state.ended:
+            raise RunEnded(self._state.reason, state=run_pb2.RunState.Name(self._state.state))
+        name, known = request.task.environment, self._sequencer.environments
+        if request.HasField("task") and name not in known:
+            raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
+        group = self._groups.create(request)
+        answer = rollout_pb2.CreateRolloutResponse(rollout=group.rollout)
+        self._sequencer.admission_may_have_opened()
+        return answer
+
+    async def GetRollout(
+        self, request: rollout_pb2.GetRolloutRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.GetRolloutResponse:
+        return rollout_pb2.GetRolloutResponse(rollout=self._groups.get(request.group_id).rollout)
+
+    async def ListRollouts(
+        self, request: rollout_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.ListRolloutsResponse:
+        if request.page_token and not request.page_token.isdecimal():
+            raise InvalidRequest("this page token was not given out", field="page_token")
+        groups, more = self._groups.page(int(request.page_token or 0), request.page_size or _DEFAULT_PAGE)
+        return rollout_pb2.ListRolloutsResponse(
+            rollouts=[group.rollout for group in groups], next_page_token=str(groups[-1].number) if more else ""
+        )
+
+    async def WatchRollouts(
+        self, request: rollout_pb2.WatchRolloutsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[rollout_pb2.WatchRolloutsResponse]:
+        sequence = request.after_sequence
+        while True:
+            changed = self._groups.changed_since(sequence)
+            for group in changed:
+                sequence = max(sequence, group.rollout.sequence)
+                yield rollout_pb2.WatchRolloutsResponse(rollout=group.rollout)
+            if not changed:
+                if self._state.ended:
+                    return
+                await self._groups.changed.wait(5.0)
+
+    async def CancelRollout(
+        self, request: rollout_pb2.CancelRolloutRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.CancelRolloutResponse:
+        self._sequencer.cancel_external(request.group_id)
+        return rollout_pb2.CancelRolloutResponse(rollout=self._groups.get(request.group_id).rollout)
+
+    async def OpenSession(
+        self, request: rollout_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.OpenSessionResponse:
+        raise Unsupported("this release does not run sessions", method="OpenSession")
+
+    async def CloseSession(
+        self, request: rollout_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.CloseSessionResponse:
+        raise Unsupported("this release does not run sessions", method="CloseSession")

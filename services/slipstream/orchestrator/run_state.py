@@ -1,0 +1,152 @@
+"""Where the run stands: phase, state, newest figures, and the signal that wakes those who watch it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import structlog
+
+from slipstream.api.run.v1 import run_pb2
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.signals import Signal
+
+log = structlog.get_logger()
+
+
+class RunPhase(StrEnum):
+    """What the run is doing."""
+
+    STARTING = "starting"
+    WARM_UP = "warm_up"
+    EVALUATING_BEFORE = "evaluating_before"
+    TRAINING = "training"
+    EVALUATING_AFTER = "evaluating_after"
+    ENDED = "ended"
+
+
+ENDED_STATES = frozenset({run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_STOPPED})
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyResult:
+    """One environment's result in one evaluation."""
+
+    evaluation: str
+    environment: str
+    accuracy: float
+    problem_count: int
+    step: int
+
+
+class RunState:
+    """One run's public state. It ends once; later endings change nothing."""
+
+    def __init__(self, run_id: str, total_steps: int, metrics: MetricsFile) -> None:
+        self.run_id = run_id
+        self.total_steps = total_steps
+        self.state: run_pb2.RunState = run_pb2.RUN_STATE_RUNNING
+        self.phase = RunPhase.STARTING
+        self.reason = ""
+        self.step = 0
+        self.published = UNSET
+        self.serving = UNSET
+        self.metrics: dict[str, float] = {}
+        self.accuracies: list[AccuracyResult] = []
+        self.phase_fraction = 0.0
+        self.pauses: dict[str, str] = {}
+        self.changed = Signal()
+        self.running_groups: Callable[[], int] = lambda: 0
+        self.workers: Callable[[], list[run_pb2.WorkerVersion]] = list
+        self._metrics_file = metrics
+        self._started_ms = int(time.time() * 1000)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.state in ENDED_STATES
+
+    def enter(self, phase: RunPhase) -> None:
+        """Go to the next phase."""
+        if self.phase is phase or self.ended:
+            return
+        self.phase = phase
+        self.phase_fraction = 0.0
+        log.info("phase_entered", phase=phase.value)
+        self._metrics_file.write("phase", phase=phase.value)
+        self.changed.notify()
+
+    def progress(self, fraction: float, **metrics: float) -> None:
+        """Record how far the phase is, and newer figures."""
+        self.phase_fraction = min(max(fraction, 0.0), 1.0)
+        self.metrics.update(metrics)
+        self.changed.notify()
+
+    def pause(self, cause: str, reason: str) -> None:
+        """Close admission for `cause`, until `resume(cause)`."""
+        if self.ended or cause in self.pauses:
+            return
+        self.pauses[cause] = reason
+        self.state = run_pb2.RUN_STATE_PAUSED
+        log.warning("run_paused", cause=cause, reason=reason)
+        self._metrics_file.write("run", state="paused", reason=reason)
+        self.changed.notify()
+
+    def resume(self, cause: str) -> None:
+        """Undo `pause(cause)`; admission opens when no cause is left."""
+        if self.pauses.pop(cause, None) is None or self.ended:
+            return
+        if not self.pauses:
+            self.state = run_pb2.RUN_STATE_RUNNING
+            log.info("run_resumed", cause=cause)
+            self._metrics_file.write("run", state="running", reason="")
+        self.changed.notify()
+
+    def end(self, state: run_pb2.RunState, reason: str) -> bool:
+        """End the run; False when it had ended before."""
+        if self.ended:
+            return False
+        self.enter(RunPhase.ENDED)
+        self.state = state
+        self.reason = reason
+        self.phase_fraction = 1.0
+        name = run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+        log.info("run_ended", state=name, reason=reason)
+        self._metrics_file.write("run", state=name, reason=reason)
+        self.changed.notify()
+        return True
+
+    def to_proto(self) -> run_pb2.Run:
+        """Return the run as others see it."""
+        return run_pb2.Run(
+            run_id=self.run_id,
+            state=self.state,
+            phase=self.phase.value,
+            reason=self.reason or next(iter(self.pauses.values()), ""),
+            step=self.step,
+            total_steps=self.total_steps,
+            published=_version(self.published),
+            serving=_version(self.serving),
+            metrics=self.metrics,
+            accuracies=[
+                run_pb2.Accuracy(
+                    evaluation=result.evaluation,
+                    environment=result.environment,
+                    accuracy=result.accuracy,
+                    problem_count=result.problem_count,
+                    step=result.step,
+                )
+                for result in self.accuracies
+            ],
+            workers=self.workers(),
+            running_group_count=self.running_groups(),
+            phase_fraction_done=self.phase_fraction,
+            started_unix_ms=self._started_ms,
+        )
+
+
+def _version(version: PolicyVersion):  # noqa: ANN202 None leaves the field unset
+    return version.to_proto() if version else None

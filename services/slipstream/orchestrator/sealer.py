@@ -1,0 +1,165 @@
+"""From scored groups to the plan of a step: who teaches anything, with which advantage, in which micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from slipstream.algorithms.advantages import group_normalized
+from slipstream.algorithms.packing import pack
+from slipstream.algorithms.staleness import SealedStep
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.api.types.v1 import types_pb2
+
+
+@dataclass(slots=True)
+class ScoredGroup:
+    """A group that is ready to be trained: its rollouts' records, with an advantage for each."""
+
+    assignment: runner_pb2.GroupAssignment
+    records: list[runner_pb2.RolloutRecord]
+    advantages: list[float]
+
+
+@dataclass(slots=True)
+class SealedPlan:
+    """The plans of a step, one a data rank, and the figures of its step record."""
+
+    step: int
+    plans: list[batch_pb2.Plan]
+    figures: dict[str, object]
+    rows: list[types_pb2.RowsRef]
+    """What may be dropped once the step is trained."""
+
+
+class Sealer:
+    """Judges groups and composes plans. No state."""
+
+    def __init__(
+        self,
+        *,
+        min_group_size: int,
+        min_reward_std: float,
+        advantage_epsilon: float,
+        micro_batch_tokens: int,
+        data_ranks: int,
+        total_steps: int,
+    ) -> None:
+        self.min_group_size = min_group_size
+        self.min_reward_std = min_reward_std
+        self.advantage_epsilon = advantage_epsilon
+        self.micro_batch_tokens = micro_batch_tokens
+        self.data_ranks = data_ranks
+        self.total_steps = total_steps
+
+    def judge(
+        self, assignment: runner_pb2.GroupAssignment, records: Sequence[runner_pb2.RolloutRecord]
+    ) -> ScoredGroup | None:
+        """Return the group with its advantages, or None when its rewards do not differ."""
+        rewards = [record.reward for record in records]
+        mean = sum(rewards) / len(rewards)
+        variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+        if variance <= self.min_reward_std**2:
+            return None
+        return ScoredGroup(assignment, list(records), group_normalized(rewards, self.advantage_epsilon))
+
+    def plan(
+        self, sealed: SealedStep, groups: Sequence[ScoredGroup], incarnation: int, masked: frozenset[str] = frozenset()
+    ) -> SealedPlan:
+        """Compose the plans of a step. Tokens of `masked` environments below `sealed.oldest_step` are not trained."""
+        bounds = dict.fromkeys(masked, sealed.oldest_step)
+        sequences = [
+            self._sequence(group, record, advantage, bounds.get(group.assignment.environment, 0))
+            for group in groups
+            for record, advantage in zip(group.records, group.advantages, strict=True)
+        ]
+        version = types_pb2.PolicyVersion(incarnation=incarnation, step=sealed.step)
+        loss_tokens = sum(r.end - r.start for sequence in sequences for r in sequence.loss_ranges)
+        tokens = sum(sequence.token_count for sequence in sequences)
+        ranks = pack([sequence.token_count for sequence in sequences], self.micro_batch_tokens, self.data_ranks)
+        plans = [
+            batch_pb2.Plan(
+                version=version,
+                micro_batches=[
+                    batch_pb2.MicroBatch(sequences=[sequences[index] for index in indexes]) for indexes in micro_batches
+                ],
+                loss_token_count=loss_tokens,
+                token_count=tokens,
+                last=sealed.step == self.total_steps,
+            )
+            for micro_batches in ranks
+        ]
+        rows = [ref for group in groups for record in group.records for ref in record_rows(record)]
+        return SealedPlan(sealed.step, plans, _figures(sealed, groups, tokens, loss_tokens), rows)
+
+    def _sequence(
+        self, group: ScoredGroup, record: runner_pb2.RolloutRecord, advantage: float, oldest_step: int
+    ) -> batch_pb2.PlannedSequence:
+        ranges = record.loss_ranges
+        return batch_pb2.PlannedSequence(
+            rollout_id=record.rollout_id,
+            group_id=group.assignment.group_id,
+            environment=group.assignment.environment,
+            advantage=advantage,
+            reward=record.reward,
+            token_count=record.token_count,
+            loss_ranges=within_bound(ranges, record.spans, oldest_step) if oldest_step else ranges,
+            spans=record.spans,
+            dispatch_version=group.assignment.dispatch_version,
+            token_ids=record.token_ids,
+            logprobs=record.logprobs,
+            routes=record.routes,
+        )
+
+
+def record_rows(record: runner_pb2.RolloutRecord) -> list[types_pb2.RowsRef]:
+    """Return every reference of a rollout."""
+    return [record.token_ids, record.logprobs, *record.routes]
+
+
+def within_bound(
+    ranges: Iterable[types_pb2.RowRange], spans: Iterable[types_pb2.VersionSpan], oldest_step: int
+) -> list[types_pb2.RowRange]:
+    """Keep the positions of `ranges` whose token was sampled by step `oldest_step` or later.
+
+    `spans` count sampled tokens in order of position; `ranges` say at which positions those are.
+    """
+    steps = [(span.version.step, span.token_count) for span in spans]
+    kept: list[types_pb2.RowRange] = []
+    index = used = 0
+    for whole in ranges:
+        start = whole.start
+        while start < whole.end and index < len(steps):
+            step, count = steps[index]
+            taken = min(whole.end - start, count - used)
+            if step >= oldest_step:
+                if kept and kept[-1].end == start:
+                    kept[-1].end = start + taken
+                else:
+                    kept.append(types_pb2.RowRange(start=start, end=start + taken))
+            start += taken
+            used += taken
+            if used == count:
+                index, used = index + 1, 0
+    return kept
+
+
+def _figures(sealed: SealedStep, groups: Sequence[ScoredGroup], tokens: int, loss_tokens: int) -> dict[str, object]:
+    lags = [group.lag(sealed.step) for group in sealed.groups]
+    token_lags: Counter[int] = Counter()
+    for group in groups:
+        for record in group.records:
+            for span in record.spans:
+                token_lags[sealed.step - 1 - span.version.step] += span.token_count
+    return {
+        "groups_trained": len(groups),
+        "groups_by_environment": dict(Counter(group.assignment.environment for group in groups)),
+        "lag_mean": sum(lags) / len(lags),
+        "lag_max": max(lags),
+        "lag_counts": {str(lag): count for lag, count in sorted(Counter(lags).items())},
+        "token_lag_counts": {str(lag): count for lag, count in sorted(token_lags.items())},
+        "tokens": tokens,
+        "loss_tokens": loss_tokens,
+    }

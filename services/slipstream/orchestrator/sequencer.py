@@ -1,0 +1,539 @@
+"""The heart of the orchestrator: hands groups out, takes reports, seals steps. One thread, no I/O but the journal.
+
+Training groups follow the staleness machine; evaluation and third-party groups pass by it, and come first.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from slipstream.algorithms.staleness import AgeOut, Cancellation, Group, Outcome, Phase, SealedStep, StalenessMachine
+from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
+from slipstream.orchestrator.evaluation import Evaluation
+from slipstream.orchestrator.external import ExternalGroups
+from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
+from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals
+from slipstream.orchestrator.run_state import RunPhase, RunState
+from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
+from slipstream.orchestrator.signals import Signal
+from slipstream.orchestrator.tasks import MixtureEntry, Task, TaskSequence
+
+log = structlog.get_logger()
+
+TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
+EVALUATION = runner_pb2.GROUP_PURPOSE_EVALUATION
+EXTERNAL = runner_pb2.GROUP_PURPOSE_EXTERNAL
+
+# A runner fails a group at its deadline; one whose answer never reached a runner is given up a little later.
+_DEADLINE_GRACE_S = 5.0
+_REPORTS_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt that a runner has."""
+
+    assignment: runner_pb2.GroupAssignment
+    runner_id: str
+    started_at: float
+
+    @property
+    def key(self) -> AttemptKey:
+        """Name of the attempt."""
+        return self.assignment.group_id, self.assignment.attempt
+
+
+@dataclass(slots=True)
+class FailureStreak:
+    """Groups of one environment that failed since its last success."""
+
+    count: int = 0
+    since: float = 0.0
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class ReportResult:
+    """What became of a batch of reports."""
+
+    refused: list[AttemptKey]
+    unneeded: list[AttemptKey]
+
+
+class Sequencer:
+    """Owns the task sequence, the open groups and the sealed plans of a run."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        state: RunState,
+        journal: Journal,
+        metrics: MetricsFile,
+        leases: RunnerLeases,
+        release_rows: Callable[[Iterable[types_pb2.RowsRef]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.leases = leases
+        self.environments: dict[str, EnvironmentConfig] = {e.name: e for e in config.environments}
+        self.tasks = task_sequence(config)
+        self.machine = StalenessMachine(
+            config.groups_per_step,
+            config.max_off_policy_steps,
+            config.total_steps,
+            self.tasks.environment_of,
+            over_sampling=config.over_sampling,
+            age_out={e.name: AgeOut(e.age_out) for e in config.environments},
+            quotas=config.quotas,
+            quota_patience_groups=config.quota_patience_groups,
+        )
+        self.sealer = Sealer(
+            min_group_size=config.min_group_size,
+            min_reward_std=config.min_reward_std,
+            advantage_epsilon=config.advantage_epsilon,
+            micro_batch_tokens=config.micro_batch_tokens,
+            data_ranks=config.data_ranks,
+            total_steps=config.total_steps,
+        )
+        self.external = ExternalGroups(config.max_external_rollouts)
+        self.evaluation: Evaluation | None = None
+        self.admission_changed = Signal()
+        """Notified when `acquire` may have something to give."""
+        self.sealed = Signal()
+        """Notified when a step is sealed or the run ends."""
+        self.dispatched = Signal()
+        """Notified when groups were handed out or ended."""
+        self.incarnation = 1
+        self.totals = Totals()
+        self.failures: dict[str, FailureStreak] = {}
+        self.progress_at = clock()
+        self.plans: dict[int, SealedPlan] = {}
+        self._journal = journal
+        self._metrics = metrics
+        self._release_rows = release_rows
+        self._clock = clock
+        self._running: dict[AttemptKey, Attempt] = {}
+        self._scored: dict[int, ScoredGroup] = {}
+        self._reported: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._interval = StepInterval(clock())
+        self._masked = frozenset(e.name for e in config.environments if e.age_out == "mask")
+        state.running_groups = lambda: len(self._running)
+
+    # ---- handing out
+
+    @property
+    def available(self) -> bool:
+        """Whether `acquire` would hand something out."""
+        if self.state.ended or self.state.pauses or not self.state.serving:
+            return False
+        return bool(
+            (self.evaluation and self.evaluation.waiting)
+            or self.external.waiting
+            or (self.state.phase is RunPhase.TRAINING and self.machine.dispatchable)
+        )
+
+    def acquire(self, runner: Runner, max_groups: int) -> list[runner_pb2.GroupAssignment]:
+        """Hand out up to `max_groups` groups: evaluations first, then third parties, then training."""
+        groups: list[runner_pb2.GroupAssignment] = []
+        if runner.spool_full:
+            return groups
+        while len(groups) < max_groups and self.available:
+            groups.append(self._next_group())
+        now = self._clock()
+        for group in groups:
+            attempt = Attempt(group, runner.runner_id, now)
+            self._running[attempt.key] = attempt
+        self.leases.grant(runner, [(group.group_id, group.attempt) for group in groups])
+        if groups:
+            self.dispatched.notify()
+        return groups
+
+    def dispatch_versions(self) -> dict[str, str]:
+        """Return the dispatch version of every attempt that runs, by group id."""
+        return {
+            attempt.assignment.group_id: str(PolicyVersion.from_proto(attempt.assignment.dispatch_version))
+            for attempt in self._running.values()
+        }
+
+    def _next_group(self) -> runner_pb2.GroupAssignment:
+        if self.evaluation is not None and self.evaluation.waiting:
+            group_id, attempt, task = self.evaluation.take()
+            return self._assignment(group_id, -1, attempt, EVALUATION, task, 1, greedy=True)
+        if self.external.waiting:
+            return self._external_assignment()
+        group = self.machine.dispatch()
+        assert group is not None, "available says that there is one"
+        self._journal.append("acquired", position=group.position, attempt=group.attempt, step=group.dispatch_step)
+        return self._assignment(
+            group_id_of(group.position),
+            group.position,
+            group.attempt,
+            TRAINING,
+            self.tasks.task(group.position),
+            self.config.samples_per_group,
+        )
+
+    def _assignment(
+        self,
+        group_id: str,
+        position: int,
+        attempt: int,
+        purpose: runner_pb2.GroupPurpose,
+        task: Task,
+        sample_count: int,
+        *,
+        greedy: bool = False,
+    ) -> runner_pb2.GroupAssignment:
+        environment = self.environments[task.environment]
+        version = self.state.serving
+        return runner_pb2.GroupAssignment(
+            group_id=group_id,
+            position=position,
+            attempt=attempt,
+            purpose=purpose,
+            environment=task.environment,
+            split=task.split,
+            task_index=task.index,
+            sample_count=sample_count,
+            sampling=types_pb2.Sampling(
+                temperature=0.0 if greedy else environment.temperature,
+                max_new_tokens=environment.max_new_tokens,
+                stop_token_ids=environment.stop_token_ids,
+                seed=self.tasks.sampling_seed(group_id, attempt),
+            ),
+            dispatch_version=version.to_proto(),
+            salt=self._salt(version),
+            deadline_ms=int(environment.deadline_s * 1000),
+        )
+
+    def _external_assignment(self) -> runner_pb2.GroupAssignment:
+        group = self.external.take(self.state.serving)
+        request, group_id = group.request, group.rollout.group_id
+        name = request.task.environment or next(iter(self.environments))
+        task = Task(name, request.task.split or "train", request.task.index)
+        assignment = self._assignment(group_id, -1, group.attempts, EXTERNAL, task, request.sample_count)
+        if request.HasField("prompt"):
+            assignment.environment = ""
+            assignment.prompt = request.prompt
+        if request.HasField("sampling"):
+            assignment.sampling.CopyFrom(request.sampling)
+        return assignment
+
+    def _salt(self, version: PolicyVersion) -> str:
+        # The salt invariant: a rollout never reads KV of weights older than those it was dispatched at.
+        return f"{self.config.run_id}/{version.incarnation}/{version.step}/{self.config.kv_dtype}"
+
+    # ---- taking reports
+
+    def report(self, reports: Iterable[runner_pb2.GroupReport]) -> ReportResult:
+        """Take reports of attempts that ended. Late ones are refused, repeated ones have no further effect."""
+        result = ReportResult([], [])
+        for report in reports:
+            key = (report.group.group_id, report.group.attempt)
+            self._remember(key)
+            attempt = self._running.pop(key, None)
+            if attempt is None:
+                if not self._taken_before(key):
+                    self._acknowledge_everywhere(key)
+                    result.refused.append(key)
+                continue
+            self.leases.drop(attempt.runner_id, key)
+            self.totals.sandbox_executions += report.sandbox_execution_count
+            self.totals.rollouts += len(report.rollouts)
+            self._note_outcome(attempt.assignment.environment, report)
+            if not self._take(attempt.assignment, report):
+                result.unneeded.append(key)
+                for record in report.rollouts:
+                    self._release_rows(record.routes)
+        self._seal_what_can_be()
+        self.admission_changed.notify()
+        self.dispatched.notify()
+        return result
+
+    def reported_lately(self, key: AttemptKey) -> bool:
+        """Whether a report of this attempt came: a heartbeat that still lists it crossed it on the way."""
+        return key in self._reported
+
+    def _remember(self, key: AttemptKey) -> None:
+        self._reported[key] = None
+        if len(self._reported) > _REPORTS_REMEMBERED:
+            self._reported.popitem(last=False)
+
+    def _taken_before(self, key: AttemptKey) -> bool:
+        position = position_of(key[0])
+        group = None if position is None else self.machine.group(position)
+        return group is not None and group.attempt == key[1] and group.phase in (Phase.SCORED, Phase.SEALED)
+
+    def _acknowledge_everywhere(self, key: AttemptKey) -> None:
+        # The report of a cancelled attempt says as well that the engines are done with it.
+        for runner in self.leases.runners:
+            if key in runner.cancellations:
+                self.leases.acknowledge(runner, [key])
+
+    def _take(self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport) -> bool:
+        """Act on a report; return whether its rows are still needed."""
+        finished = report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+        if assignment.purpose == EVALUATION:
+            self._take_evaluation(assignment, report, finished=finished)
+            return False
+        if assignment.purpose == EXTERNAL:
+            return self._take_external(assignment, report, finished=finished)
+        position, attempt = assignment.position, assignment.attempt
+        if report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED:
+            # Not by us: ours are no longer in the list. A runner that drains hands its groups back.
+            self._lose(position, attempt)
+            return False
+        if not finished or len(report.rollouts) < self.config.min_group_size:
+            self._interval.groups_failed += 1
+            self._end(position, attempt, Outcome.FAILED, report.reason or "TOO_FEW_MEMBERS")
+            return False
+        self._interval.add(assignment.environment, report.rollouts)
+        scored = self.sealer.judge(assignment, report.rollouts)
+        if scored is None:
+            self._interval.groups_filtered += 1
+            self._end(position, attempt, Outcome.FILTERED, "NO_VARIANCE")
+            return False
+        self.machine.scored(position, attempt)
+        self._scored[position] = scored
+        self._journal.append("reported", position=position, attempt=attempt, rollouts=len(scored.records))
+        return True
+
+    def _end(self, position: int, attempt: int, outcome: Outcome, reason: str) -> None:
+        if outcome is Outcome.FILTERED:
+            self.machine.filtered(position, attempt)
+        else:
+            self.machine.failed(position, attempt)
+        self._journal.append("ended", position=position, attempt=attempt, outcome=outcome.value, reason=reason)
+
+    def _lose(self, position: int, attempt: int) -> None:
+        group = self.machine.group(position)
+        if self.machine.lost(position, attempt):
+            ended = group is not None and group.outcome is not None
+            self._journal.append("ended" if ended else "lost", position=position, attempt=attempt, outcome="failed")
+
+    def _take_evaluation(
+        self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport, *, finished: bool
+    ) -> None:
+        if self.evaluation is None or assignment.group_id not in self.evaluation.tasks:
+            return
+        self.progress_at = self._clock()
+        if finished and report.rollouts:
+            self.evaluation.answer(assignment.group_id, report.rollouts[0].correct)
+        else:
+            blameless = report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED
+            self.evaluation.failed(assignment.group_id, blameless=blameless)
+
+    def _take_external(
+        self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport, *, finished: bool
+    ) -> bool:
+        if finished:
+            records = list(report.rollouts)
+            self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FINISHED, "", records)
+        else:
+            self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FAILED, report.reason)
+        return finished
+
+    def _note_outcome(self, environment: str, report: runner_pb2.GroupReport) -> None:
+        if report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
+            self.failures.pop(environment, None)
+        elif report.outcome == runner_pb2.GROUP_OUTCOME_FAILED:
+            streak = self.failures.setdefault(environment, FailureStreak(since=self._clock()))
+            streak.count += 1
+            streak.detail = report.detail or report.reason
+            log.info("group_failed", group_id=report.group.group_id, reason=report.reason, detail=report.detail)
+
+    # ---- giving up
+
+    def lose(self, keys: Iterable[AttemptKey]) -> None:
+        """Give up attempts whose runner is gone; each gets another one."""
+        for key in keys:
+            attempt = self._running.pop(key, None)
+            if attempt is None:
+                continue
+            assignment = attempt.assignment
+            if assignment.purpose == EVALUATION and self.evaluation and assignment.group_id in self.evaluation.tasks:
+                self.evaluation.failed(assignment.group_id, blameless=True)
+            elif assignment.purpose == EXTERNAL:
+                self.external.again(assignment.group_id, "RUNNER_LOST")
+            elif assignment.purpose == TRAINING:
+                self._lose(assignment.position, assignment.attempt)
+        self.admission_changed.notify()
+        self.dispatched.notify()
+
+    def expire(self) -> None:
+        """Give up what dead runners had, and what is long past its deadline."""
+        for runner, lost in self.leases.expire():
+            log.warning("runner_lost", runner_id=runner.runner_id, group_count=len(lost))
+            self.lose(lost)
+        now = self._clock()
+        overdue = [
+            attempt
+            for attempt in self._running.values()
+            if now - attempt.started_at > attempt.assignment.deadline_ms / 1000 + _DEADLINE_GRACE_S
+        ]
+        for attempt in overdue:
+            self.leases.cancel(attempt.runner_id, attempt.key, "DEADLINE")
+        if overdue:
+            log.warning("groups_overdue", group_count=len(overdue))
+            self.lose([attempt.key for attempt in overdue])
+
+    def cancel_external(self, group_id: str) -> None:
+        """Cancel a third party's group, running or not."""
+        self.external.get(group_id)
+        self._stop([a for a in self._running.values() if a.assignment.group_id == group_id], "CLIENT")
+        self.external.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, "CLIENT")
+
+    def stop_all(self, reason: str) -> None:
+        """Cancel everything that runs: the run is over."""
+        self._stop(list(self._running.values()), reason)
+        self.external.end_all(reason)
+        for group in list(self.machine):
+            if self.machine.cancel(group.position, reason) is not None:
+                self._journal.append("ended", position=group.position, attempt=group.attempt, outcome="cancelled")
+        self._scored.clear()
+        self.admission_changed.notify()
+        self.sealed.notify()
+
+    def _stop(self, attempts: Sequence[Attempt], reason: str) -> None:
+        for attempt in attempts:
+            del self._running[attempt.key]
+            self.leases.cancel(attempt.runner_id, attempt.key, reason)
+        self.dispatched.notify()
+
+    def _give_up(self, cancellations: Sequence[Cancellation]) -> None:
+        counts: Counter[tuple[str, str]] = Counter()
+        for given_up in cancellations:
+            key = (group_id_of(given_up.position), given_up.attempt)
+            attempt = self._running.pop(key, None)
+            if attempt is not None:
+                self.leases.cancel(attempt.runner_id, key, given_up.reason.upper())
+            scored = self._scored.pop(given_up.position, None)
+            if scored is not None:
+                self._release_rows(ref for record in scored.records for ref in record_rows(record))
+            counts[given_up.reason, given_up.environment] += 1
+            outcome = "dropped" if given_up.reason == "run_complete" else "aged_out"
+            kind = "regenerated" if given_up.regenerated else "ended"
+            self._journal.append(kind, position=given_up.position, attempt=given_up.attempt, outcome=outcome)
+        for (reason, environment), count in counts.items():
+            self.totals.cancelled[reason] += count
+            self._metrics.write("cancelled", reason=reason, environment=environment, count=count)
+            log.info("groups_cancelled", reason=reason, environment=environment, count=count)
+
+    # ---- steps
+
+    def serving_advanced(self, version: PolicyVersion) -> None:
+        """Dispatch at this version from now on."""
+        if version <= self.state.serving:
+            return
+        self.state.serving = version
+        self.machine.serving_advanced(version.step)
+        self._journal.append("serving", version=str(version))
+        self.state.changed.notify()
+        self._seal_what_can_be()
+        self.admission_changed.notify()
+
+    def admission_may_have_opened(self) -> None:
+        """Wake those who wait for groups: the phase or a pause changed."""
+        self.admission_changed.notify()
+
+    @property
+    def ready_groups(self) -> int:
+        """Groups that are ready for the next step."""
+        return self.machine.count(Phase.SCORED)
+
+    def trained(self, version: PolicyVersion, trainer_metrics: dict[str, float], step_s: float) -> list[Group]:
+        """Record that the trainer made `version`; a repeat has no further effect."""
+        if version.step == 0:
+            self.state.progress(self.state.phase_fraction, **trainer_metrics)
+            return []
+        groups = self.machine.trained(version.step)
+        if not groups:
+            return []
+        self.progress_at = self._clock()
+        self._journal.append("trained", step=version.step)
+        plan = self.plans[version.step]
+        self._release_rows(plan.rows)
+        # A repeat of GetPlan for a trained step is possible only shortly after it.
+        for step in [step for step in self.plans if step < version.step - 2]:
+            del self.plans[step]
+        self._write_step(plan, trainer_metrics, step_s)
+        self._seal_what_can_be()
+        self.admission_changed.notify()
+        return groups
+
+    def _write_step(self, plan: SealedPlan, trainer_metrics: dict[str, float], step_s: float) -> None:
+        now = self._clock()
+        figures: dict[str, object] = {
+            **trainer_metrics,
+            **plan.figures,
+            **self._interval.fields(now),
+            "step_s": trainer_metrics.get("step_s", step_s),
+            "open_groups": self.machine.open_groups,
+            **self.totals.fields(),
+        }
+        self._interval = StepInterval(now)
+        self._metrics.write("step", step=plan.step, **figures)
+        self.state.step = plan.step
+        self.state.progress(
+            plan.step / self.config.total_steps,
+            **{key: float(value) for key, value in figures.items() if isinstance(value, int | float)},
+        )
+
+    def _seal_what_can_be(self) -> None:
+        while (sealed := self.machine.seal()) is not None:
+            self._seal(sealed)
+
+    def _seal(self, sealed: SealedStep) -> None:
+        groups = [self._scored.pop(group.position) for group in sealed.groups]
+        plan = self.sealer.plan(sealed, groups, self.incarnation, self._masked)
+        self.plans[sealed.step] = plan
+        self._journal.append(
+            "sealed",
+            step=sealed.step,
+            positions=[group.position for group in sealed.groups],
+            attempts=[group.attempt for group in sealed.groups],
+            dispatch_steps=[group.dispatch_step for group in sealed.groups],
+            plans=[packed(rank_plan) for rank_plan in plan.plans],
+        )
+        self._give_up(sealed.cancellations)
+        self.sealed.notify()
+
+
+def packed(plan: batch_pb2.Plan) -> str:
+    """Return a plan as the journal keeps it."""
+    return base64.b64encode(zlib.compress(plan.SerializeToString(), 1)).decode()
+
+
+def unpacked(text: str) -> batch_pb2.Plan:
+    """Return a plan from the journal."""
+    return batch_pb2.Plan.FromString(zlib.decompress(base64.b64decode(text)))
+
+
+def group_id_of(position: int) -> str:
+    """Name the group of a position."""
+    return f"train-{position}"
+
+
+def position_of(group_id: str) -> int | None:
+    """Return the position of a training group's name."""
+    kind, _, number = group_id.partition("-")
+    return int(number) if kind == "train" and number.isdecimal() else None
+
+
+def task_sequence(config: OrchestratorConfig) -> TaskSequence:
+    """Return the task sequence of a config."""
+    return TaskSequence(config.seed, [MixtureEntry(e.name, e.weight, e.train_task_count) for e in config.environments])

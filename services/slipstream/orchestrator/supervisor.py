@@ -1,0 +1,137 @@
+"""Takes the run from phase to phase, and ends it with one sentence when it cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from slipstream.api.run.v1 import run_pb2
+from slipstream.orchestrator.config import OrchestratorConfig
+from slipstream.orchestrator.evaluation import Evaluation
+from slipstream.orchestrator.keeper import VersionKeeper
+from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.run_state import RunPhase, RunState
+from slipstream.orchestrator.sequencer import Sequencer
+
+log = structlog.get_logger()
+
+
+class Supervisor:
+    """Drives the phases (`run`) and watches for a run that cannot go on (`watch`)."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        state: RunState,
+        sequencer: Sequencer,
+        keeper: VersionKeeper,
+        metrics: MetricsFile,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._sequencer = sequencer
+        self._keeper = keeper
+        self._metrics = metrics
+        self._clock = clock
+        self._started_at = clock()
+        self._empty_since: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Run all phases, then stay: the process ends when it is told to."""
+        await self._until(lambda: bool(self._state.serving))
+        if self._config.evaluate_before:
+            await self._evaluate("before", RunPhase.EVALUATING_BEFORE)
+        self._enter(RunPhase.TRAINING)
+        # The last version must be served before it can be judged.
+        await self._until(lambda: self._state.serving.step >= self._config.total_steps)
+        await self._until(lambda: self._sequencer.machine.trained_step >= self._config.total_steps)
+        if self._config.evaluate_after:
+            await self._evaluate("after", RunPhase.EVALUATING_AFTER)
+        self.end(run_pb2.RUN_STATE_FINISHED, f"all {self._config.total_steps} steps are trained")
+        await asyncio.Event().wait()
+
+    async def watch(self) -> None:
+        """Expire leases and look for reasons to end the run, for ever."""
+        while True:
+            await asyncio.sleep(0.5)
+            self._sequencer.expire()
+            reason = None if self._state.ended else self.hopeless()
+            if reason:
+                self.end(run_pb2.RUN_STATE_FAILED, reason)
+
+    def end(self, state: run_pb2.RunState, reason: str) -> None:
+        """End the run and cancel what is left."""
+        if self._state.end(state, reason):
+            name = run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
+            self._sequencer.stop_all("RUN_COMPLETE" if name == "FINISHED" else f"RUN_{name}")
+
+    def hopeless(self) -> str | None:
+        """Return one sentence on why the run cannot go on, or None."""
+        config, now = self._config, self._clock()
+        for name, streak in self._sequencer.failures.items():
+            lasting = streak.count > 1 and now - streak.since > config.failing_environment_timeout_s
+            if streak.count >= config.max_consecutive_failures or lasting:
+                return f"{streak.count} groups of environment {name!r} failed in a row, the last with: {streak.detail}"
+        if not self._state.serving:
+            if now - self._started_at > config.start_timeout_s:
+                published = str(self._state.published) if self._state.published else "no version"
+                return f"no version was served after {config.start_timeout_s:.0f} s; published: {published}"
+            self._sequencer.progress_at = now
+            return None
+        for role in ("decode", "prefill"):
+            if self._lasts(role, not self._keeper.routable(role)) > config.pool_timeout_s:
+                return f"the {role} pool had no routable worker for {config.pool_timeout_s:.0f} s"
+        if self._lasts("runner", not self._sequencer.leases.runners) > config.pool_timeout_s:
+            return f"no runner reported for {config.pool_timeout_s:.0f} s"
+        if self._state.pauses:
+            self._sequencer.progress_at = now
+        if now - self._sequencer.progress_at > config.stall_timeout_s:
+            return (
+                f"nothing was trained or answered for {config.stall_timeout_s:.0f} s in phase {self._state.phase.value}"
+            )
+        return None
+
+    def _lasts(self, what: str, present: bool) -> float:
+        if not present:
+            self._empty_since.pop(what, None)
+            return 0.0
+        now = self._clock()
+        return now - self._empty_since.setdefault(what, now)
+
+    async def _evaluate(self, name: str, phase: RunPhase) -> None:
+        counts = {e.name: e.evaluation_task_count for e in self._config.environments if e.evaluation_task_count}
+        evaluation = Evaluation(name, counts, self._state.serving.step)
+        self._sequencer.evaluation = evaluation
+        self._enter(phase)
+        while not evaluation.done and not self._state.ended:
+            await evaluation.changed.wait(1.0)
+            self._state.progress(evaluation.fraction_done)
+        self._sequencer.evaluation = None
+        if self._state.ended:
+            return
+        for result in evaluation.results():
+            self._state.accuracies.append(result)
+            self._metrics.write(
+                "evaluation",
+                name=name,
+                step=result.step,
+                environment=result.environment,
+                accuracy=result.accuracy,
+                count=result.problem_count,
+            )
+            log.info("evaluated", name=name, environment=result.environment, accuracy=result.accuracy)
+        self._state.changed.notify()
+
+    def _enter(self, phase: RunPhase) -> None:
+        self._sequencer.progress_at = self._clock()
+        self._state.enter(phase)
+        self._sequencer.admission_may_have_opened()
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached() or self._state.ended:
+            await self._state.changed.wait(1.0)
