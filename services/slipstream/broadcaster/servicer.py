@@ -1,0 +1,109 @@
+"""BroadcastService: RPC to store and back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
+from slipstream.broadcaster.publications import Publications
+from slipstream.broadcaster.store import Extent, VersionStore, skip_bytes
+from slipstream.common.errors import InvalidRequest, Unsupported
+from slipstream.common.frames import FRAME_BYTES, encode_data, encode_header, iter_data, raw_requests, read_header
+from slipstream.common.version import PolicyVersion
+from slipstream.weights.manifest import Probe, WeightSlice
+
+log = structlog.get_logger()
+
+
+class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
+    """Serves BroadcastService over one store."""
+
+    def __init__(self, store: VersionStore, publications: Publications) -> None:
+        self._store = store
+        self._publications = publications
+
+    async def OpenVersion(
+        self, request: broadcast_pb2.OpenVersionRequest, context: grpc.aio.ServicerContext
+    ) -> broadcast_pb2.OpenVersionResponse:
+        self._store.open(PolicyVersion.from_proto(request.version), request.rank_count)
+        return broadcast_pb2.OpenVersionResponse()
+
+    @raw_requests
+    async def PublishShard(
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> broadcast_pb2.PublishShardResponse:
+        messages = aiter(request_iterator)
+        header = await read_header(messages, broadcast_pb2.ShardHeader)
+        if header.source:
+            raise Unsupported("bytes must follow here: no transport that reads from a source is configured")
+        version = PolicyVersion.from_proto(header.version)
+        slices = [WeightSlice.from_proto(part) for part in header.slices]
+        if any(part.size_bytes == 0 for part in slices):
+            raise InvalidRequest("a slice is empty", field="slices")
+        writer = self._store.begin_shard(version, header.rank, slices)
+        try:
+            async for data in iter_data(messages):
+                await asyncio.to_thread(writer.write, data)
+            await asyncio.to_thread(writer.finish)
+            self._store.commit_shard(version, header.rank, writer)
+        except BaseException:
+            writer.discard()
+            raise
+        return broadcast_pb2.PublishShardResponse(size_bytes=writer.size_bytes)
+
+    async def SealVersion(
+        self, request: broadcast_pb2.SealVersionRequest, context: grpc.aio.ServicerContext
+    ) -> broadcast_pb2.SealVersionResponse:
+        version = PolicyVersion.from_proto(request.version)
+        probe = Probe.from_proto(request.probe) if request.HasField("probe") else None
+        if probe is not None and len(probe.logprobs) != len(probe.token_ids) - 1:
+            raise InvalidRequest("one log-probability for each token but the first", field="probe.logprobs")
+        manifest = self._store.seal(version, probe)
+        self._publications.announce()
+        log.info("version_sealed", policy_version=str(version), size_bytes=manifest.size_bytes)
+        return broadcast_pb2.SealVersionResponse(manifest=manifest.to_proto())
+
+    async def GetManifest(
+        self, request: broadcast_pb2.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> broadcast_pb2.GetManifestResponse:
+        version = PolicyVersion.from_proto(request.version) or None
+        return broadcast_pb2.GetManifestResponse(manifest=self._store.manifest(version).to_proto())
+
+    async def WatchVersions(
+        self, request: broadcast_pb2.WatchVersionsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[broadcast_pb2.WatchVersionsResponse]:
+        async for version in self._publications.follow(PolicyVersion.from_proto(request.after)):
+            yield broadcast_pb2.WatchVersionsResponse(version=version.to_proto())
+
+    async def FetchSlices(
+        self, request: broadcast_pb2.FetchSlicesRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        version = PolicyVersion.from_proto(request.version)
+        extents = self._store.extents(version, request.slice_indexes)
+        rest = skip_bytes(extents, request.offset_bytes)
+        size_bytes = sum(part.size_bytes for part in extents)
+        with self._store.reading(version):
+            yield encode_header(broadcast_pb2.SlicesHeader(version=request.version, size_bytes=size_bytes))
+            for part in rest:
+                async for data in _read(part):
+                    yield encode_data(data)
+
+
+async def _read(extent: Extent) -> AsyncIterator[bytes]:
+    """The bytes of an extent, a frame's worth at a time."""
+    descriptor = os.open(extent.path, os.O_RDONLY)
+    try:
+        at, end = extent.offset_bytes, extent.offset_bytes + extent.size_bytes
+        while at < end:
+            data = await asyncio.to_thread(os.pread, descriptor, min(FRAME_BYTES, end - at), at)
+            if not data:
+                raise OSError(f"{extent.path} is cut short")
+            at += len(data)
+            yield data
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,261 @@
+"""Versions on disk: `<root>/<version>/` holds `manifest.json` and one safetensors file a rank.
+
+A version that is being published lies in `<root>/.open-<version>/` and becomes visible by one rename. Nothing writes
+to it after that. The index in memory is rebuilt from the directory at start.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import structlog
+from google.protobuf import json_format
+
+from slipstream.api.broadcast.v1 import broadcast_pb2
+from slipstream.broadcaster.shard_file import ShardWriter
+from slipstream.common.errors import (
+    BroadcastStoreFull,
+    InvalidRequest,
+    OffsetOutOfRange,
+    ShardsMissing,
+    SliceUnknown,
+    VersionNotNewer,
+    VersionNotOpen,
+    VersionSealed,
+    WeightVersionUnknown,
+)
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.weights.manifest import Manifest, Probe, WeightSlice, check_geometry
+
+log = structlog.get_logger()
+
+_OPEN_PREFIX = ".open-"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Consecutive bytes of a file."""
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass
+class OpenVersion:
+    """A version that is being published."""
+
+    version: PolicyVersion
+    rank_count: int
+    directory: Path
+    shards: dict[int, ShardWriter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A sealed version and where its slices lie."""
+
+    manifest: Manifest
+    extents: tuple[Extent, ...]
+
+
+class VersionStore:
+    """The versions of a run. All methods but `ShardWriter`'s are quick; none is thread-safe."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        self._root = root
+        self._limit_bytes = limit_bytes
+        self._sealed: dict[PolicyVersion, StoredVersion] = {}
+        self._open: dict[PolicyVersion, OpenVersion] = {}
+        self._readers: Counter[PolicyVersion] = Counter()
+        self._uploads = count()
+        root.mkdir(parents=True, exist_ok=True)
+        self._load()
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        return max(self._sealed, default=None)
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """The sealed ones, oldest first."""
+        return sorted(self._sealed)
+
+    @property
+    def size_bytes(self) -> int:
+        shards = (shard for version in self._open.values() for shard in version.shards.values())
+        return sum(stored.manifest.size_bytes for stored in self._sealed.values()) + sum(s.size_bytes for s in shards)
+
+    def open(self, version: PolicyVersion, rank_count: int) -> None:
+        """Begin a version, or begin it again if it is not sealed."""
+        if not version:
+            raise InvalidRequest("a version has an incarnation of at least 1", field="version")
+        if version in self._sealed:
+            raise VersionSealed(f"{version} is sealed", version=version)
+        if self.newest is not None and version < self.newest:
+            raise VersionNotNewer(f"{self.newest} is sealed, which is newer than {version}", newest=self.newest)
+        self._check_room(1)
+        directory = self._root / f"{_OPEN_PREFIX}{version}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        self._open[version] = OpenVersion(version, rank_count, directory)
+
+    def begin_shard(self, version: PolicyVersion, rank: int, slices: Sequence[WeightSlice]) -> ShardWriter:
+        """A writer for one rank's slices; `commit_shard` makes it part of the version."""
+        opened = self._opened(version)
+        if rank >= opened.rank_count:
+            raise InvalidRequest(f"rank {rank} of {opened.rank_count}", field="rank", limit=opened.rank_count)
+        self._check_room(sum(part.size_bytes for part in slices))
+        return ShardWriter(opened.directory / f"upload-{next(self._uploads)}", slices)
+
+    def commit_shard(self, version: PolicyVersion, rank: int, writer: ShardWriter) -> None:
+        """Take a finished shard, in place of an earlier one of the same rank."""
+        opened = self._opened(version)
+        if writer.path.parent != opened.directory or not writer.path.exists():
+            raise VersionNotOpen(f"{version} was opened again meanwhile", version=version)
+        writer.path = writer.path.replace(opened.directory / _shard_name(rank))
+        opened.shards[rank] = writer
+
+    def seal(self, version: PolicyVersion, probe: Probe | None) -> Manifest:
+        """Make a version visible. A repeat answers the same."""
+        if version in self._sealed:
+            return self._sealed[version].manifest
+        opened = self._opened(version)
+        missing = [rank for rank in range(opened.rank_count) if rank not in opened.shards]
+        if missing:
+            ranks = ",".join(map(str, missing))
+            raise ShardsMissing(f"ranks {ranks} have not published {version}", missing_ranks=ranks)
+        if self.newest is not None and version < self.newest:
+            raise VersionNotNewer(f"{self.newest} was sealed meanwhile", newest=self.newest)
+        shards = [opened.shards[rank] for rank in range(opened.rank_count)]
+        slices = tuple(part for shard in shards for part in shard.slices)
+        check_geometry(slices)
+        manifest = Manifest(version, slices, probe, sealed_unix_ms=int(time.time() * 1000))
+        document = {
+            "manifest": json_format.MessageToDict(manifest.to_proto(), preserving_proto_field_name=True),
+            "shards": [{"slice_count": len(s.slices), "data_offset_bytes": s.data_offset_bytes} for s in shards],
+        }
+        (opened.directory / _MANIFEST).write_text(json.dumps(document) + "\n")
+        target = self._root / str(version)
+        shutil.rmtree(target, ignore_errors=True)  # a remnant that could not be read at start
+        opened.directory.rename(target)
+        del self._open[version]
+        self._sealed[version] = _read_version(target)
+        return manifest
+
+    def manifest(self, version: PolicyVersion | None = None) -> Manifest:
+        """The manifest of a sealed version, the newest by default."""
+        return self._stored(self.newest or UNSET if version is None else version).manifest
+
+    def extents(self, version: PolicyVersion, slice_indexes: Sequence[int]) -> list[Extent]:
+        """Where the slices lie, in the order asked, neighbours joined. All of them when none is named."""
+        stored = self._stored(version)
+        joined: list[Extent] = []
+        for index in slice_indexes or range(len(stored.extents)):
+            if index >= len(stored.extents):
+                raise SliceUnknown(f"{version} has {len(stored.extents)} slices", slice_index=index)
+            part = stored.extents[index]
+            last = joined[-1] if joined else None
+            if last and last.path == part.path and last.offset_bytes + last.size_bytes == part.offset_bytes:
+                joined[-1] = Extent(last.path, last.offset_bytes, last.size_bytes + part.size_bytes)
+            else:
+                joined.append(part)
+        return joined
+
+    @contextmanager
+    def reading(self, version: PolicyVersion) -> Iterator[None]:
+        """Keep a version from being pruned meanwhile."""
+        self._readers[version] += 1
+        try:
+            yield
+        finally:
+            self._readers[version] -= 1
+            self._readers += Counter()  # drops the zeros
+
+    def prune(self, keep_count: int, needed: Collection[PolicyVersion]) -> list[PolicyVersion]:
+        """Drop versions that are not among the newest `keep_count`, not `needed` and not being read."""
+        newest = self.versions[-keep_count:]
+        gone = [v for v in self.versions if v not in newest and v not in needed and not self._readers[v]]
+        for version in gone:
+            del self._sealed[version]
+            shutil.rmtree(self._root / str(version), ignore_errors=True)
+        abandoned = [v for v in self._open if self.newest is not None and v < self.newest]
+        for version in abandoned:  # it can never be sealed
+            shutil.rmtree(self._open.pop(version).directory, ignore_errors=True)
+        return gone
+
+    def _opened(self, version: PolicyVersion) -> OpenVersion:
+        if version in self._sealed:
+            raise VersionSealed(f"{version} is sealed", version=version)
+        opened = self._open.get(version)
+        if opened is None:
+            raise VersionNotOpen(f"{version} is not open", version=version)
+        return opened
+
+    def _stored(self, version: PolicyVersion) -> StoredVersion:
+        stored = self._sealed.get(version)
+        if stored is None:
+            raise WeightVersionUnknown(f"{version} is not here", version=version, newest=self.newest or "")
+        return stored
+
+    def _check_room(self, size_bytes: int) -> None:
+        if self.size_bytes + size_bytes > self._limit_bytes:
+            raise BroadcastStoreFull(f"{size_bytes} more bytes do not fit", limit_bytes=self._limit_bytes)
+
+    def _load(self) -> None:
+        for directory in sorted(self._root.iterdir()):
+            if directory.name.startswith(_OPEN_PREFIX):
+                shutil.rmtree(directory, ignore_errors=True)  # its publisher starts over
+                continue
+            try:
+                stored = _read_version(directory)
+            except (OSError, ValueError, KeyError, json_format.ParseError) as error:
+                log.warning("version_unreadable", path=str(directory), detail=str(error))
+                continue
+            self._sealed[stored.manifest.version] = stored
+
+
+def skip_bytes(extents: Sequence[Extent], offset_bytes: int) -> list[Extent]:
+    """What is left of `extents` after `offset_bytes` of them."""
+    total = sum(part.size_bytes for part in extents)
+    if offset_bytes > total:
+        raise OffsetOutOfRange(f"offset {offset_bytes} is beyond {total}", size_bytes=total)
+    rest = []
+    for part in extents:
+        skipped = min(offset_bytes, part.size_bytes)
+        offset_bytes -= skipped
+        if skipped < part.size_bytes:
+            rest.append(Extent(part.path, part.offset_bytes + skipped, part.size_bytes - skipped))
+    return rest
+
+
+def _shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _read_version(directory: Path) -> StoredVersion:
+    document = json.loads((directory / _MANIFEST).read_text())
+    message = json_format.ParseDict(document["manifest"], broadcast_pb2.Manifest())
+    manifest = Manifest.from_proto(message)
+    if str(manifest.version) != directory.name:
+        raise ValueError(f"the manifest is of {manifest.version}")
+    extents: list[Extent] = []
+    slices = iter(manifest.slices)
+    for rank, shard in enumerate(document["shards"]):
+        path, at = directory / _shard_name(rank), shard["data_offset_bytes"]
+        for _ in range(shard["slice_count"]):
+            size = next(slices).size_bytes
+            extents.append(Extent(path, at, size))
+            at += size
+        if path.stat().st_size != at:
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {at}")
+    return StoredVersion(manifest, tuple(extents))

@@ -1,0 +1,1 @@
+"""Weights on their way from trainer to engines: manifest, logical checksum, transports."""

@@ -1,0 +1,196 @@
+"""What a published version consists of, as plain data; to and from the wire; to and from tensors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from slipstream.api.broadcast.v1 import broadcast_pb2
+from slipstream.common.errors import Unsupported, WeightsCorrupt
+from slipstream.common.version import PolicyVersion
+from slipstream.weights.checksum import slice_checksum
+
+_DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+"""What numpy can hold; bfloat16 needs an engine that takes it as it is."""
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A box of one tensor, in Hugging Face names and coordinates."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    crc32: int
+    """Of the bytes on the wire."""
+    checksum: int
+    """Of the logical elements: `weights/checksum.py`."""
+
+    @property
+    def whole(self) -> bool:
+        return self.shape == self.global_shape
+
+    @classmethod
+    def from_proto(cls, message: broadcast_pb2.Slice) -> WeightSlice:
+        if message.quantization:
+            raise Unsupported(f"quantization {message.quantization!r} is not supported", slice=message.name)
+        return cls(
+            message.name,
+            tuple(message.global_shape),
+            tuple(message.offsets),
+            tuple(message.shape),
+            message.dtype,
+            message.size_bytes,
+            message.crc32,
+            message.checksum,
+        )
+
+    def to_proto(self) -> broadcast_pb2.Slice:
+        return broadcast_pb2.Slice(
+            name=self.name,
+            global_shape=self.global_shape,
+            offsets=self.offsets,
+            shape=self.shape,
+            dtype=self.dtype,
+            size_bytes=self.size_bytes,
+            crc32=self.crc32,
+            checksum=self.checksum,
+        )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fixed prompt and the trainer's log-probabilities of each of its tokens but the first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+    """Largest allowed absolute difference."""
+
+    @classmethod
+    def from_proto(cls, message: broadcast_pb2.Probe) -> Probe:
+        return cls(tuple(message.token_ids), tuple(message.logprobs), message.tolerance)
+
+    def to_proto(self) -> broadcast_pb2.Probe:
+        return broadcast_pb2.Probe(token_ids=self.token_ids, logprobs=self.logprobs, tolerance=self.tolerance)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A sealed version: its slices in the order of their bytes, and the probe for it."""
+
+    version: PolicyVersion
+    slices: tuple[WeightSlice, ...]
+    probe: Probe | None = None
+    sealed_unix_ms: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.slices)
+
+    @classmethod
+    def from_proto(cls, message: broadcast_pb2.Manifest) -> Manifest:
+        return cls(
+            PolicyVersion.from_proto(message.version),
+            tuple(WeightSlice.from_proto(part) for part in message.slices),
+            Probe.from_proto(message.probe) if message.HasField("probe") else None,
+            message.sealed_unix_ms,
+        )
+
+    def to_proto(self) -> broadcast_pb2.Manifest:
+        return broadcast_pb2.Manifest(
+            version=self.version.to_proto(),
+            slices=[part.to_proto() for part in self.slices],
+            size_bytes=self.size_bytes,
+            probe=None if self.probe is None else self.probe.to_proto(),
+            sealed_unix_ms=self.sealed_unix_ms,
+        )
+
+
+def describe_tensors(tensors: Mapping[str, np.ndarray]) -> tuple[tuple[WeightSlice, ...], list[memoryview]]:
+    """Whole tensors as slices, with their bytes in the same order. Non-contiguous ones are copied."""
+    slices, buffers = [], []
+    for name, values in tensors.items():
+        array = np.ascontiguousarray(values)
+        dtype = next((label for label, known in _DTYPES.items() if known == array.dtype), None)
+        if dtype is None:
+            raise Unsupported(f"{name} has dtype {array.dtype}", slice=name)
+        data = memoryview(array.reshape(-1).view(np.uint8).data)
+        shape, origin = tuple(array.shape), (0,) * array.ndim
+        checksum = slice_checksum(name, array, shape, origin)
+        slices.append(WeightSlice(name, shape, origin, shape, dtype, data.nbytes, zlib.crc32(data), checksum))
+        buffers.append(data)
+    return tuple(slices), buffers
+
+
+def check_geometry(slices: Sequence[WeightSlice]) -> None:
+    """Raise `WeightsCorrupt` unless the slices are boxes that tile each of their tensors exactly."""
+    tensors: dict[str, list[WeightSlice]] = {}
+    for part in slices:
+        itemsize = 4 if part.dtype == "float32" else 2
+        inside = len(part.global_shape) == len(part.offsets) == len(part.shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= whole
+            for offset, size, whole in zip(part.offsets, part.shape, part.global_shape, strict=True)
+        )
+        if not inside or part.size_bytes != prod(part.shape) * itemsize:
+            raise WeightsCorrupt(f"slice of {part.name} does not fit its tensor", slice=part.name)
+        tensors.setdefault(part.name, []).append(part)
+    for name, parts in tensors.items():
+        same = all(part.global_shape == parts[0].global_shape and part.dtype == parts[0].dtype for part in parts)
+        full = sum(prod(part.shape) for part in parts) == prod(parts[0].global_shape)
+        if not same or not full or any(_overlap(a, b) for i, a in enumerate(parts) for b in parts[:i]):
+            raise WeightsCorrupt(f"slices of {name} do not tile it", slice=name)
+
+
+def _overlap(a: WeightSlice, b: WeightSlice) -> bool:
+    starts = zip(a.offsets, a.shape, b.offsets, b.shape, strict=True)
+    return all(ao < bo + bs and bo < ao + as_ for ao, as_, bo, bs in starts)
+
+
+def assemble(manifest: Manifest, data: bytearray) -> dict[str, np.ndarray]:
+    """Check every slice's CRC and give the tensors back, as views into `data` where a slice is a whole tensor."""
+    tensors: dict[str, np.ndarray] = {}
+    if len(data) != manifest.size_bytes:
+        raise WeightsCorrupt(f"{len(data)} bytes instead of {manifest.size_bytes}", version=manifest.version)
+    view, at = memoryview(data), 0
+    for part in manifest.slices:
+        raw = view[at : at + part.size_bytes]
+        at += part.size_bytes
+        if zlib.crc32(raw) != part.crc32:
+            raise WeightsCorrupt(f"CRC of {part.name} differs", slice=part.name, version=manifest.version)
+        if part.dtype not in _DTYPES:
+            raise Unsupported(f"dtype {part.dtype} is not supported here", slice=part.name)
+        values = np.frombuffer(raw, _DTYPES[part.dtype]).reshape(part.shape)
+        if part.whole:
+            tensors[part.name] = values
+        else:
+            target = tensors.setdefault(part.name, np.empty(part.global_shape, values.dtype))
+            target[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))] = values
+    return tensors
+
+
+def verify_tensors(manifest: Manifest, live: Mapping[str, Any]) -> int:
+    """Compare the checksum of every slice with an engine's live parameters; return how many were compared.
+
+    Raises `WeightsCorrupt` at the first that differs. The names on both sides must be the same.
+    """
+    names = {part.name for part in manifest.slices}
+    if names != live.keys():
+        raise WeightsCorrupt("parameters and manifest differ in names", slice=min(names ^ live.keys()))
+    for part in manifest.slices:
+        values = np.asarray(live[part.name])
+        if tuple(values.shape) != part.global_shape or part.dtype not in _DTYPES:
+            raise WeightsCorrupt(f"{part.name} has another shape or type in the engine", slice=part.name)
+        box = values[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))]
+        box = box.astype(_DTYPES[part.dtype], copy=False)
+        if slice_checksum(part.name, box, part.global_shape, part.offsets) != part.checksum:
+            raise WeightsCorrupt(f"checksum of {part.name} differs", slice=part.name, version=manifest.version)
+    return len(manifest.slices)
