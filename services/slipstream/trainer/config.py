@@ -1,0 +1,150 @@
+"""Configuration of the trainer. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.models.qwen3_moe.config import MoeConfig
+
+
+class ModelConfig(MoeConfig):
+    """Sizes of the model that training starts from."""
+
+    vocab_size: int = Field(default=0, ge=0)
+    """Rows of the embedding. 0 takes the tokenizer's."""
+
+
+class OptimConfig(BaseConfig):
+    """AdamW, linear warm-up and linear decay."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate after the warm-up."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the first and second moments."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay, of matrices and norms alike."""
+
+    warmup_steps: int = Field(default=5, ge=0)
+    """Steps over which the rate rises to `lr`."""
+
+    total_steps: int = Field(default=100, ge=1)
+    """Steps of the run: the decay ends here."""
+
+    final_lr_fraction: float = Field(default=0.05, ge=0, le=1)
+    """Rate of the last step, as a part of `lr`."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+
+    balance_coefficient: float = Field(default=1e-3, ge=0)
+    """Weight of the experts' load-balance loss."""
+
+
+class MaskedRatioLossConfig(BaseConfig):
+    """Unclamped ratio, tokens masked by the change of their probability."""
+
+    type: Literal["masked_ratio"] = "masked_ratio"
+
+    mask_low: float = Field(default=0.2, ge=0)
+    """With a negative advantage, a token whose probability fell by more than this is masked."""
+
+    mask_high: float = Field(default=0.2, ge=0)
+    """With a positive advantage, a token whose probability rose by more than this is masked."""
+
+    kl_coefficient: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log ratio."""
+
+
+class ClippedLossConfig(BaseConfig):
+    """PPO's clipped ratio with dual clip."""
+
+    type: Literal["clipped"] = "clipped"
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Ratios below 1 less this are clipped."""
+
+    clip_high: float = Field(default=0.28, ge=0)
+    """Ratios above 1 plus this are clipped."""
+
+    dual_clip: float = Field(default=3.0, gt=1)
+    """Bound of the ratio where the advantage is negative."""
+
+
+LossConfig = Annotated[MaskedRatioLossConfig | ClippedLossConfig, Field(discriminator="type")]
+
+
+class SftConfig(BaseConfig):
+    """Supervised warm-up on demonstrations, ended by a validation set."""
+
+    enabled: bool = True
+    """Run it before the first step. Ignored when `initial_model` is set."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Demonstrations a step."""
+
+    lr: float = Field(default=3e-3, gt=0)
+    """Learning rate, constant until the decay."""
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay of the first and second moments."""
+
+    balance_coefficient: float = Field(default=0.01, ge=0)
+    """Weight of the experts' load-balance loss."""
+
+    target_accuracy: float = Field(default=0.25, ge=0, le=1)
+    """Part of the validation set answered exactly, greedily, at which the decay begins."""
+
+    validate_every: int = Field(default=5, ge=1)
+    """Steps between validations."""
+
+    max_steps: int = Field(default=400, ge=1)
+    """The decay begins at this step at the latest."""
+
+    decay_steps: int = Field(default=15, ge=0)
+    """Steps of linear decay to zero at the end."""
+
+
+class TrainerConfig(ServiceConfig):
+    """Everything the trainer reads."""
+
+    orchestrator: str = "127.0.0.1:7000"
+    """Address of the orchestrator's BatchService."""
+
+    broadcaster: str = "127.0.0.1:7001"
+    """Address of the broadcaster."""
+
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = MaskedRatioLossConfig()
+    sft: SftConfig = SftConfig()
+
+    initial_model: Path | None = None
+    """Model directory to start from (of `slipstream sft`, say) instead of a random start and warm-up."""
+
+    incarnation: int = Field(default=1, ge=1)
+    """Counts restores of the trainer in this run, from 1."""
+
+    torch_threads: int = Field(default=1, ge=1)
+    """Threads of torch's operators, all within one thread of ours."""
+
+    plan_wait_s: float = Field(default=10.0, gt=0, le=30)
+    """Longest wait of one GetPlan call, in seconds."""
+
+    rows_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time to fetch the rows of one step from one holder, in seconds."""
+
+    probe_tokens: int = Field(default=12, ge=2)
+    """Tokens of the probe prompt published with each version."""
+
+    probe_tolerance: float = Field(default=1e-3, gt=0)
+    """Largest difference of log-probabilities that an engine may show on the probe. For float32."""
+
+    @property
+    def model_dir(self) -> Path:
+        return self.run_dir / "model"

@@ -1,0 +1,67 @@
+"""Sequences laid end to end for one pass through the model, and their logits at the positions that are trained.
+
+T = input tokens of the micro-batch, R = targets (trained tokens), V = vocabulary, L = MoE layers, K = experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.models.qwen3_moe.model import Documents, MoeModel
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One micro-batch. The last token of a sequence is a target only: as an input it would predict nothing."""
+
+    documents: Documents
+    tokens_1T: Tensor
+    source_R: Tensor
+    """Index among the T inputs of the token before each target."""
+
+    targets_R: Tensor
+    replay_TLK: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[NDArray[np.int32]],
+        target_positions: Sequence[NDArray[np.int64]],
+        routes: Sequence[NDArray[np.uint8]] | None = None,
+    ) -> Packed:
+        """Pack sequences of at least 2 tokens. Targets are positions from 1; `routes` has a row for all but the last."""
+        lengths = [len(ids) - 1 for ids in token_ids]
+        starts = np.cumsum([0, *lengths[:-1]])
+        sources = [start + positions - 1 for start, positions in zip(starts, target_positions, strict=True)]
+        targets = [ids[positions] for ids, positions in zip(token_ids, target_positions, strict=True)]
+        return cls(
+            documents=Documents.of_lengths(lengths),
+            tokens_1T=torch.from_numpy(np.concatenate([ids[:-1] for ids in token_ids]).astype(np.int64)).unsqueeze(0),
+            source_R=torch.from_numpy(np.concatenate(sources).astype(np.int64)),
+            targets_R=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+            replay_TLK=None if routes is None else torch.from_numpy(np.concatenate(routes)),
+        )
+
+    def logits_RV(self, model: MoeModel, *, balance: bool = False) -> Tensor:
+        """Logits that predict the targets. The head is applied to those positions alone."""
+        model.routes.begin(replay_TLK=self.replay_TLK, balance=balance)
+        model._skip_lm_head = True  # torchtitan's own switch for callers that apply the head themselves
+        try:
+            hidden_1TD = model(self.tokens_1T, self.documents.positions_1T, self.documents)
+        finally:
+            model._skip_lm_head = False
+        return model.lm_head(hidden_1TD[0].index_select(0, self.source_R))
+
+
+def target_logps(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and, without gradient, the entropy of each distribution."""
+    logp_RV = torch.log_softmax(logits_RV, dim=-1)
+    with torch.no_grad():
+        entropy_R = -(logp_RV.exp() * logp_RV).sum(-1)
+    return logp_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1), entropy_R

@@ -1,0 +1,54 @@
+"""One sequence to train on, as arrays. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.common.version import PolicyVersion
+
+UNKNOWN_ROUTE = 255
+_INCARNATION_BITS = 40
+
+
+def version_number(version: PolicyVersion) -> int:
+    """A number that orders as versions do, for arrays."""
+    return (version.incarnation << _INCARNATION_BITS) | version.step
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """A rollout with its rows. N = tokens, R = trained tokens, L = MoE layers, K = experts a token."""
+
+    token_ids: NDArray[np.int32]
+    """`[N]`, prompt included."""
+
+    target_positions: NDArray[np.int64]
+    """`[R]`, ascending, from 1: the tokens the loss covers."""
+
+    engine_logps: NDArray[np.float32]
+    """`[R]`: the engine's log-probabilities of the targets."""
+
+    sampled_at: NDArray[np.int64]
+    """`[R]`: version number of the weights that sampled each target."""
+
+    kv_oldest: NDArray[np.int64]
+    """`[R]`: version number of the oldest weights behind the KV it was sampled from."""
+
+    routes: NDArray[np.uint8]
+    """`[N - 1, L, K]`: recorded experts, `UNKNOWN_ROUTE` where there is no row."""
+
+    advantage: float
+
+    @cached_property
+    def known_N(self) -> NDArray[np.bool_]:  # noqa: N802 axis suffix
+        """`[N - 1]`: positions whose experts are all recorded."""
+        return (self.routes != UNKNOWN_ROUTE).all(axis=(1, 2))
+
+    @property
+    def replayed_R(self) -> NDArray[np.bool_]:  # noqa: N802 axis suffix
+        """Targets whose whole context has recorded routes."""
+        return np.logical_and.accumulate(self.known_N)[self.target_positions - 1]

@@ -1,0 +1,71 @@
+"""What the trainer is doing, for its own RPC and for the orchestrator's run state."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import NoReturn
+from uuid import uuid4
+
+import grpc
+import structlog
+
+from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
+from slipstream.common.version import UNSET, PolicyVersion
+
+log = structlog.get_logger()
+
+REPORT_PERIOD_S = 0.5
+REPORT_TIMEOUT_S = 5.0
+
+
+@dataclass
+class Status:
+    """Written by the training loop (and, field by field, by the torch thread), read by others."""
+
+    activity: str = "starting"
+    """One of the names in TrainerService.GetStatus."""
+
+    fraction_done: float = 0.0
+    version: PolicyVersion = UNSET
+    parameter_count: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by Stop: end after the step at hand."""
+
+    def enter(self, activity: str) -> None:
+        self.activity, self.fraction_done = activity, 0.0
+
+
+class ActivityReporter:
+    """Tells the orchestrator what happens outside of steps. Lost reports do not matter: the next one says more."""
+
+    def __init__(self, stub: batch_pb2_grpc.BatchServiceStub, status: Status) -> None:
+        self._stub = stub
+        self._status = status
+        self._reported: object = None
+
+    async def run(self) -> NoReturn:
+        while True:
+            await self.report()
+            await asyncio.sleep(REPORT_PERIOD_S)
+
+    async def report(self) -> None:
+        """Report if something changed since the last time."""
+        # Between steps activities change several times a second and the step's own report tells enough.
+        activity = self._status.activity if self._status.activity in ("starting", "sft", "saving") else "training"
+        state = (activity, self._status.fraction_done)
+        if state == self._reported:
+            return
+        metrics = self._status.metrics if activity == "sft" else {}
+        request = batch_pb2.ReportActivityRequest(activity=activity, fraction_done=state[1], metrics=metrics)
+        try:
+            await self._stub.ReportActivity(request, timeout=REPORT_TIMEOUT_S)
+            self._reported = state
+        except grpc.aio.AioRpcError as error:
+            log.debug("activity_not_reported", code=error.code().name)
+
+
+def request_id(kind: str) -> str:
+    """A fresh name for one call."""
+    return f"{kind}-{uuid4().hex}"

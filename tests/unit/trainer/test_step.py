@@ -1,0 +1,115 @@
+"""The training step: packing, replay, padding, schedule, exactness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from slipstream.models.qwen3_moe.model import MoeModel
+from slipstream.trainer.config import ClippedLossConfig, MaskedRatioLossConfig
+from slipstream.trainer.schedule import warmup_then_linear
+from slipstream.trainer.step import Learner
+
+from .tiny import BASE, OPTIM, SIZES, sequence, tiny_model
+
+
+def learner(model: MoeModel | None = None) -> Learner:
+    return Learner(model or tiny_model(), OPTIM, ClippedLossConfig())
+
+
+def test_one_micro_batch_and_many_take_the_same_step():
+    batch = [sequence(i, length=8 + i, advantage=(-1.0) ** i) for i in range(6)]
+    whole, split = learner(), learner()
+    count = sum(len(s.target_positions) for s in batch)
+    one = whole.train([batch], step=1, loss_token_count=count, trained=BASE)
+    many = split.train([batch[:1], [], batch[1:4], batch[4:]], step=1, loss_token_count=count, trained=BASE)
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert many["entropy"] == pytest.approx(one["entropy"], rel=1e-5)
+    # The balance loss is of each micro-batch and not additive, hence the tolerance.
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+def test_packed_neighbours_and_padding_change_nothing():
+    agent = learner()
+    batch = [sequence(i, length=length) for i, length in enumerate((7, 18, 11))]
+    alone = np.concatenate([agent.logps([s]) for s in batch])
+    np.testing.assert_allclose(agent.logps(batch), alone, atol=2e-6)
+
+
+def test_replayed_routes_decide_the_experts_and_their_gradient_reaches_the_gate():
+    agent = learner()
+    batch = [sequence(1)]
+    agent.train([batch], step=1, loss_token_count=5, trained=BASE)
+    gates = [p.grad for name, p in agent.model.named_parameters() if "router.gate" in name]
+    assert len(gates) == SIZES.n_layers
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in gates)
+    other = sequence(1, routes=np.roll(batch[0].routes, 1, axis=2) * 0 + [2, 3])
+    assert np.abs(learner().logps(batch) - learner().logps([other])).max() > 1e-4
+
+
+def test_engine_and_trainer_agree_where_the_context_is_pure():
+    agent = learner()
+    with torch.no_grad():
+        plain = sequence(3, length=12)
+        tokens = torch.from_numpy(plain.token_ids.astype(np.int64)).unsqueeze(0)
+        agent.model.routes.begin(capture=True)
+        logp = torch.log_softmax(agent.model(tokens[:, :-1]), -1)[0]
+        routes = agent.model.routes.captured().numpy()
+    engine = logp[torch.arange(4, 11), tokens[0, 5:]].numpy()
+    exact = sequence(3, length=12, routes=routes)
+    object.__setattr__(exact, "engine_logps", engine)
+    metrics = agent.train([[exact, sequence(4)]], step=1, loss_token_count=12, trained=BASE + 1)
+    assert metrics["pure_token_count"] == 0  # sampled at another version
+    metrics = learner().train([[exact]], step=1, loss_token_count=7, trained=BASE)
+    assert metrics["pure_token_count"] == 7
+    assert metrics["pure_max_abs_diff"] < 1e-5
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_tokens_after_an_unknown_route_are_not_counted_as_exact():
+    routes = sequence(5).routes.copy()
+    routes[6] = 255
+    metrics = learner().train([[sequence(5, routes=routes)]], step=1, loss_token_count=5, trained=BASE)
+    assert metrics["routes_unknown_fraction"] == pytest.approx(1 / 9)
+    assert metrics["pure_token_count"] == 2  # targets 5 and 6 rest on positions 0 to 5
+
+
+def test_rewarded_tokens_become_more_likely():
+    agent = Learner(tiny_model(), OPTIM, MaskedRatioLossConfig())
+    good, bad = sequence(1, advantage=1.0), sequence(2, advantage=-1.0)
+    before = agent.logps([good]).sum() - agent.logps([bad]).sum()
+    agent.train([[good, bad]], step=1, loss_token_count=10, trained=BASE)
+    assert agent.logps([good]).sum() - agent.logps([bad]).sum() > before
+
+
+def test_an_empty_plan_changes_no_gradient_and_reports_no_tokens():
+    agent = learner()
+    assert agent.train([[], []], step=1, loss_token_count=1, trained=BASE)["loss_tokens"] == 0
+
+
+def test_the_probe_reports_log_probabilities_and_a_margin():
+    agent = learner()
+    ids = [3, 1, 4, 1, 5]
+    logps, margin = agent.probe(ids)
+    with torch.no_grad():
+        agent.model.routes.begin()
+        logp = torch.log_softmax(agent.model(torch.tensor([ids[:-1]])), -1)[0]
+    assert logps == pytest.approx(logp[torch.arange(4), torch.tensor(ids[1:])].tolist(), abs=1e-5)
+    assert 0.0 <= margin < 1.0
+
+
+def test_exported_weights_do_not_follow_later_steps():
+    agent = learner()
+    before = agent.export()
+    copies = {name: tensor.copy() for name, tensor in before.items()}
+    agent.train([[sequence(1)]], step=1, loss_token_count=5, trained=BASE)
+    assert all(np.array_equal(before[name], copies[name]) for name in copies)
+    assert any(not np.array_equal(before[name], tensor) for name, tensor in agent.export().items())
+
+
+def test_the_rate_rises_then_falls_to_its_floor():
+    rates = [warmup_then_linear(s, warmup_steps=4, total_steps=14, final_fraction=0.1) for s in range(1, 17)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[4] == pytest.approx(1.0 - 0.9 / 10)
+    assert rates[13] == rates[15] == pytest.approx(0.1)
+    assert rates[4:14] == sorted(rates[4:14], reverse=True)
