@@ -136,11 +136,11 @@ def _wrapped(call: Callable[..., Any], token: str | None, default_timeout_s: flo
     header = () if token is None else ((HEADER, f"Bearer {token}"),)
 
     def invoke(
-        request: Any,  # noqa: ANN401 a message, or an iterator of them
-        timeout: float | None = None,  # noqa: ASYNC109 grpc's own name
+        request: Any,
+        timeout: float | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **kwargs: Any,
-    ) -> Any:  # noqa: ANN401 a call object
+    ) -> Any:
         return call(request, timeout=timeout or default_timeout_s, metadata=(*header, *metadata), **kwargs)
 
     return invoke

@@ -200,7 +200,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def _normalise(value: Any, annotation: Any) -> Any:  # noqa: ANN401 any TOML value
+def _normalise(value: Any, annotation: Any) -> Any:
     """Write dashes in field names as underscores; keys of free tables, such as names of peers, stay as they are."""
     if isinstance(value, list):
         return [_normalise(item, annotation) for item in value]
@@ -238,13 +238,13 @@ def _record(values: dict[str, Any], place: str, origin: dict[tuple[str, ...], st
             _record(value, place, origin, (*at, key))
 
 
-def _nest(keys: list[str], value: Any) -> dict[str, Any]:  # noqa: ANN401 any TOML value
+def _nest(keys: list[str], value: Any) -> dict[str, Any]:
     for key in reversed(keys):
         value = {key: value}
     return value
 
 
-def _parse_value(text: str, annotation: Any) -> Any:  # noqa: ANN401 any TOML value of any type
+def _parse_value(text: str, annotation: Any) -> Any:
     """A flag's text as a TOML value; text that is not TOML, or that a string field takes, is a string."""
     if annotation is not None and _takes_only_text(annotation):
         return text
@@ -254,12 +254,12 @@ def _parse_value(text: str, annotation: Any) -> Any:  # noqa: ANN401 any TOML va
         return text
 
 
-def _takes_only_text(annotation: Any) -> bool:  # noqa: ANN401 a type expression
+def _takes_only_text(annotation: Any) -> bool:
     kinds = set(_members(annotation)) - {type(None)}
     return bool(kinds) and all(kind in (str, Path) for kind in kinds)
 
 
-def _members(annotation: Any) -> Iterator[Any]:  # noqa: ANN401 a type expression
+def _members(annotation: Any) -> Iterator[Any]:
     """The alternatives of a type: of `A | B`, of `Annotated[A | B, ...]`."""
     if get_origin(annotation) is Annotated:
         yield from _members(get_args(annotation)[0])
@@ -270,7 +270,7 @@ def _members(annotation: Any) -> Iterator[Any]:  # noqa: ANN401 a type expressio
         yield annotation
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401 a type expression
+def _models(annotation: Any) -> list[type[BaseModel]]:
     """The config classes that a field, or each item of a list or table field, can hold."""
     found: list[type[BaseModel]] = []
     for member in _members(annotation):
@@ -282,7 +282,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401 a type ex
     return found
 
 
-def _annotation(config_class: type[BaseModel], keys: list[str]) -> Any:  # noqa: ANN401 a type expression
+def _annotation(config_class: type[BaseModel], keys: list[str]) -> Any:
     """Type of the field at `keys`, or None where there is none."""
     models: list[type[BaseModel]] = [config_class]
     annotation = None
@@ -309,7 +309,7 @@ def _fields(
             yield (*at, name), field.annotation, default, field.description
 
 
-def _type_name(annotation: Any) -> str:  # noqa: ANN401 a type expression
+def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(str(value) for value in get_args(annotation))
     if isinstance(annotation, type) and get_origin(annotation) is None:

@@ -123,12 +123,12 @@ def raw_requests(handler: HandlerT) -> HandlerT:
     return handler
 
 
-def raw_unary_stream(channel: Any, method: str) -> Any:  # noqa: ANN401 a channel of either kind, a multicallable
+def raw_unary_stream(channel: Any, method: str) -> Any:
     """A call whose responses come undecoded. `method` is "/package.Service/Method"."""
     return channel.unary_stream(method, request_serializer=_serialize, response_deserializer=None)
 
 
-def raw_stream_unary(channel: Any, method: str, response_class: type[Message]) -> Any:  # noqa: ANN401 see above
+def raw_stream_unary(channel: Any, method: str, response_class: type[Message]) -> Any:
     """A call whose request messages are sent as the bytes they are."""
     return channel.stream_unary(method, request_serializer=None, response_deserializer=response_class.FromString)
 

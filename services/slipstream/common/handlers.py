@@ -25,7 +25,7 @@ MAX_UNARY_S = 600.0
 MAX_STREAM_S = 24 * 3600.0
 
 
-def ends_on_drain(handler: Any) -> Any:  # noqa: ANN401 any handler
+def ends_on_drain(handler: Any) -> Any:
     """Mark a handler that may wait long (a long poll): a drain ends its open calls with `DRAINING`.
 
     Streams named Watch... are ended so without the mark. Other open calls are waited for.
@@ -82,7 +82,6 @@ class HandlerRegistrar:
     def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
         wrapped = {name: self._wrap(service, name, handler) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
-        self._server.add_registered_method_handlers(service, wrapped)
 
     def _wrap(self, service: str, name: str, handler: Any) -> grpc.RpcMethodHandler:
         method = f"/{service}/{name}"
@@ -117,21 +116,20 @@ def _guarded(
     exempt = token_check.exempt(method)
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        cap = asyncio.timeout(None if context.time_remaining() is not None else cap_s)
         try:
             if not exempt:
                 token_check.check(context.invocation_metadata() or ())
                 drain.enter(waiting)
-            if context.time_remaining() is not None:
-                return await behaviour(request, context)
-            async with asyncio.timeout(cap_s) as cap:
+            async with cap:
                 return await behaviour(request, context)
         except asyncio.CancelledError:
             if not drain.ended_call():
                 raise
             await refuse(context, Draining("this process is stopping"), method=method)
         except TimeoutError as error:
-            capped = context.time_remaining() is None and cap.expired()
-            await refuse(context, DeadlineExceeded("no deadline was given") if capped else error, method=method)
+            capped = DeadlineExceeded(f"no deadline was given, and {cap_s:.0f} s have passed", limit_s=cap_s)
+            await refuse(context, capped if cap.expired() else error, method=method)
         except Exception as error:
             await refuse(context, error, method=method)
         finally:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from slipstream.common import telemetry
 from slipstream.common.auth import TokenCheck, read_token
@@ -66,10 +66,11 @@ class Service:
         registrar: Any = HandlerRegistrar(self.server, TokenCheck(token), self.drain)
         for add, servicer, _ in servicers:
             add(servicer, registrar)
-        self.health = health.aio.HealthServicer()
+        self.health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self.health, registrar)
         shown = [*self.names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(shown, registrar)
+        shown_by = reflection.aio.ReflectionServicer(service_names=shown)  # pyright: ignore[reportAttributeAccessIssue]
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown_by, registrar)
         address = f"{config.listen.host}:{config.listen.port}"
         try:
             self.port = self.server.add_insecure_port(address)

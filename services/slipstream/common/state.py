@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from redis import asyncio as redis
-from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -52,7 +51,8 @@ class State:
     def __init__(self, url: str, run_id: str) -> None:
         self._prefix = f"slipstream:{run_id}:"
         # No retry here: callers pause and say so. The socket waits longer than a blocking read does.
-        self._redis: redis.Redis = redis.Redis.from_url(
+        # Any: the types cannot tell that replies are decoded to text.
+        self._redis: Any = redis.Redis.from_url(
             url,
             decode_responses=True,
             socket_connect_timeout=2.0,
@@ -67,14 +67,14 @@ class State:
     async def ping(self) -> None:
         """Return if Redis answers."""
         with _available():
-            await self._redis.ping()  # type: ignore[misc]
+            await self._redis.ping()
 
     # Versions
 
     async def advance(self, key: str, version: PolicyVersion) -> bool:
         """Move `key` forward to `version` and tell followers. False, and no change, if it is not newer."""
 
-        async def change(pipe: Pipeline, name: str) -> bool:
+        async def change(pipe: Any, name: str) -> bool:
             held = await pipe.get(name)
             if held is not None and PolicyVersion.parse(held) >= version:
                 return False
@@ -99,7 +99,7 @@ class State:
         """Take the lease at `key`, or renew it with new `fields` if `owner` holds it. False if another does."""
         value = json.dumps({"owner": owner, "fields": fields or {}})
 
-        async def change(pipe: Pipeline, name: str) -> bool:
+        async def change(pipe: Any, name: str) -> bool:
             if _owner(await pipe.get(name)) not in (None, owner):
                 return False
             pipe.multi()
@@ -111,7 +111,7 @@ class State:
     async def renew(self, key: str, owner: str, ttl_s: float) -> bool:
         """Keep the lease at `key` for another `ttl_s`. False if it expired or is another's."""
 
-        async def change(pipe: Pipeline, name: str) -> bool:
+        async def change(pipe: Any, name: str) -> bool:
             if _owner(await pipe.get(name)) != owner:
                 return False
             pipe.multi()
@@ -123,7 +123,7 @@ class State:
     async def release(self, key: str, owner: str) -> bool:
         """Give the lease at `key` back. False if `owner` did not hold it."""
 
-        async def change(pipe: Pipeline, name: str) -> bool:
+        async def change(pipe: Any, name: str) -> bool:
             if _owner(await pipe.get(name)) != owner:
                 return False
             pipe.multi()
@@ -185,7 +185,7 @@ class State:
                     after = entry_id
                     yield Change(entry_id, fields["key"], fields["value"])
 
-    async def _transaction(self, key: str, change: Callable[[Pipeline, str], Awaitable[bool]]) -> bool:
+    async def _transaction(self, key: str, change: Callable[[Any, str], Awaitable[bool]]) -> bool:
         """Run `change` on a watched key until nobody else changed the key meanwhile."""
         name = self._prefix + key
         with _available():

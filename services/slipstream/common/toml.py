@@ -39,7 +39,7 @@ def _toml_key(key: str) -> str:
     return key if key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key) else _toml_value(key)
 
 
-def _toml_value(value: Any) -> str:  # noqa: ANN401 any JSON value
+def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

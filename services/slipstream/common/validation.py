@@ -19,17 +19,21 @@ def validate(message: Message) -> None:
 
 def _refuse(violation: protovalidate.Violation) -> None:
     proto = violation.proto
-    field = _path(proto.field) or "message"
+    # A range is one rule with two bounds, of which the violation carries only the first.
+    bounds = proto.message if "_" in proto.rule_id else violation.rule_value
+    field = _path(proto.field)
     raise InvalidRequest(
         f"{field}: {proto.message}",
         field=field,
         rule=proto.rule_id,
-        limit="" if violation.rule_value is None else violation.rule_value,
+        limit="" if bounds is None else bounds,
     )
 
 
-def _path(path: protovalidate.FieldPathPb) -> str:
-    """`a.b[2].c` for a field path."""
+def _path(path: protovalidate.FieldPathPb | None) -> str:
+    """`a.b[2].c` for a field path; "message" for a rule over the whole message."""
+    if path is None:
+        return "message"
     text = ""
     for element in path.elements:
         text += f".{element.field_name}" if text else element.field_name

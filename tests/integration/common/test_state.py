@@ -1,0 +1,95 @@
+"""Redis state against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from slipstream.common.errors import StateUnavailable
+from slipstream.common.state import PUBLISHED, State
+from slipstream.common.version import UNSET, PolicyVersion
+
+
+@pytest.fixture
+async def state(valkey_url, tmp_path):
+    async with contextlib.aclosing(_Closing(State(valkey_url, tmp_path.name))) as closing:
+        yield closing.state
+
+
+class _Closing:
+    def __init__(self, state):
+        self.state = state
+
+    async def aclose(self):
+        await self.state.close()
+
+
+async def test_a_version_moves_forward_only(state):
+    assert await state.version(PUBLISHED) == UNSET
+    assert await state.advance(PUBLISHED, PolicyVersion(1, 5))
+    assert not await state.advance(PUBLISHED, PolicyVersion(1, 5))
+    assert not await state.advance(PUBLISHED, PolicyVersion(1, 4))
+    assert await state.advance(PUBLISHED, PolicyVersion(2, 1))
+    assert await state.version(PUBLISHED) == PolicyVersion(2, 1)
+
+
+async def test_writers_that_race_leave_the_highest_version(state):
+    steps = list(range(40))
+    random.Random(0).shuffle(steps)
+    moved = await asyncio.gather(*(state.advance(PUBLISHED, PolicyVersion(1, step)) for step in steps))
+    assert any(moved)
+    assert await state.version(PUBLISHED) == PolicyVersion(1, 39)
+
+
+async def test_a_lease_has_one_owner_until_it_is_released_or_expires(state):
+    assert await state.acquire("worker/decode-1", "a", ttl_s=5, fields={"address": "x:1"})
+    assert not await state.acquire("worker/decode-1", "b", ttl_s=5)
+    assert not await state.renew("worker/decode-1", "b", ttl_s=5)
+    assert not await state.release("worker/decode-1", "b")
+    assert (await state.leases("worker/"))["worker/decode-1"].fields == {"address": "x:1"}
+    assert await state.release("worker/decode-1", "a")
+    assert await state.acquire("worker/decode-1", "b", ttl_s=0.05)
+    await asyncio.sleep(0.1)
+    assert await state.lease("worker/decode-1") is None
+    assert not await state.renew("worker/decode-1", "b", ttl_s=5)
+
+
+async def test_a_follower_resumes_after_the_change_it_saw_last(state):
+    for step in range(3):
+        await state.advance(PUBLISHED, PolicyVersion(1, step))
+    first = await anext(state.follow())
+    assert (first.key, first.value) == (PUBLISHED, "1.0")
+    assert (await anext(state.follow(first.id))).value == "1.1"
+    end = await state.last_change()
+    waiting = asyncio.ensure_future(anext(state.follow(end)))
+    await state.advance(PUBLISHED, PolicyVersion(1, 9))
+    assert (await waiting).value == "1.9"
+
+
+async def test_plain_values_expire(state):
+    await state.put("dispatch/g1", "1.3", ttl_s=0.05)
+    assert await state.get("dispatch/g1") == "1.3"
+    await asyncio.sleep(0.1)
+    assert await state.get("dispatch/g1") is None
+
+
+async def test_runs_on_one_server_do_not_see_each_other(valkey_url):
+    async with contextlib.aclosing(_Closing(State(valkey_url, "a"))) as a:
+        async with contextlib.aclosing(_Closing(State(valkey_url, "b"))) as b:
+            await a.state.advance(PUBLISHED, PolicyVersion(1, 1))
+            assert await b.state.version(PUBLISHED) == UNSET
+
+
+async def test_a_server_that_is_away_is_said_at_once_and_used_again_when_back(own_valkey):
+    state = State(own_valkey.url, "run")
+    await state.advance(PUBLISHED, PolicyVersion(1, 1))
+    own_valkey.kill()
+    for _ in range(2):
+        with pytest.raises(StateUnavailable):
+            await state.advance(PUBLISHED, PolicyVersion(1, 2))
+    own_valkey.start()
+    assert await state.advance(PUBLISHED, PolicyVersion(1, 2))
+    await state.close()
