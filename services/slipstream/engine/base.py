@@ -13,11 +13,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from slipstream.common.version import PolicyVersion
+from slipstream.common.version import UNSET, PolicyVersion
 
 FinishReason = Literal["", "stop", "length", "aborted"]
-
-NO_VERSION = PolicyVersion(0, 0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class SampleChunk:
     versions: list[tuple[int, PolicyVersion]] = field(default_factory=list)
     """Run-length spans over `token_ids`: (count, weights that sampled them)."""
 
-    kv_oldest_version: PolicyVersion = NO_VERSION
+    kv_oldest_version: PolicyVersion = UNSET
     """Oldest weights behind any KV of this sample; the same in all its chunks, as later KV is never older."""
 
     finish_reason: FinishReason = ""

@@ -68,7 +68,7 @@ class PermutingDispatcher(LocalTokenDispatcher):
     ) -> Tensor:
         """Weighted sum of each token's experts."""
         rows_ND = GatherRows.apply(routed_output_RD, metadata.inverse_N, metadata.order_N.view(-1, 1))
-        return torch.bmm(metadata.scores_TK.unsqueeze(1), rows_ND.view(x_TD.shape[0], self.top_k, -1)).squeeze(1)
+        return (rows_ND.view(x_TD.shape[0], self.top_k, -1) * metadata.scores_TK.unsqueeze(2)).sum(1)
 
 
 class SplitExperts(GroupedExperts):

@@ -60,6 +60,13 @@ class MoeModel(Qwen3Model):
     routes: Routes
     sizes: MoeConfig
 
+    def hidden(self, tokens: Tensor, positions: Tensor, attention_masks: Any) -> Tensor:
+        """The last block's output: the forward pass without final norm and head."""
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, attention_masks, positions)
+        return h
+
 
 def build_model(config: MoeConfig, attention: Module.Config | None = None) -> MoeModel:
     """The model, float32, weights not initialised. `attention` replaces the trainer's attention node."""

@@ -1,0 +1,51 @@
+"""The live parameters: replaced in place while the engine pauses, put back when a check fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.models.qwen3_moe.model import MoeModel
+from slipstream.models.qwen3_moe.state_dict import load_hf, to_hf
+
+
+class LiveWeights:
+    """The weights an engine computes with, and a second copy to go back to."""
+
+    def __init__(self, model: MoeModel) -> None:
+        self._model = model
+        self._parameters = list(model.parameters())
+        self._previous = [torch.empty_like(parameter) for parameter in self._parameters]
+
+    @contextmanager
+    def replaced(self, tensors: Mapping[str, Any]) -> Iterator[float]:
+        """Copy `tensors` (Hugging Face names, torch or numpy) in; an exception in the body puts the old ones back."""
+        started = time.monotonic()
+        accepted = False
+        for kept, parameter in zip(self._previous, self._parameters, strict=True):
+            kept.copy_(parameter)
+        try:
+            load_hf(self._model, {name: _as_tensor(tensor) for name, tensor in tensors.items()})
+            yield time.monotonic() - started
+            accepted = True
+        finally:
+            if not accepted:
+                for kept, parameter in zip(self._previous, self._parameters, strict=True):
+                    parameter.copy_(kept)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Parameters by Hugging Face name; some share memory with the live ones."""
+        return {name: tensor.numpy() for name, tensor in to_hf(self._model).items()}
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if not value.flags.writeable:  # torch warns about read-only memory, though it is only read
+        value = value.copy()
+    return torch.from_numpy(value)
