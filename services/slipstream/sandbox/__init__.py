@@ -1,0 +1,1 @@
+"""The sandbox executor: runs code that nobody has read, one jail a program."""
