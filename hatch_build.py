@@ -85,9 +85,9 @@ def _replace(source: Path, target: Path) -> None:
             shutil.rmtree(path)
 
 
-def write_image(path: Path) -> None:
-    """Write `proto/` as one descriptor set with comments: what `buf lint` and `buf breaking` read."""
-    protoc("--include_imports", "--include_source_info", f"--descriptor_set_out={path}")
+def write_image(path: Path, *, comments: bool = True) -> None:
+    """Write `proto/` as one descriptor set, which `buf lint` and `buf breaking` read in place of sources."""
+    protoc("--include_imports", *(["--include_source_info"] if comments else []), f"--descriptor_set_out={path}")
 
 
 class StubsHook(BuildHookInterface):  # pyright: ignore[reportGeneralTypeIssues]
@@ -100,8 +100,17 @@ class StubsHook(BuildHookInterface):  # pyright: ignore[reportGeneralTypeIssues]
         build_data.setdefault("artifacts", []).extend(f"/services/{package}/**" for package in GENERATED)
 
 
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case []:
+            generate()
+        case ["image", path]:
+            write_image(Path(path))
+        case ["baseline"]:  # without comments: they may change freely
+            write_image(PROTO / "baseline.binpb", comments=False)
+        case _:
+            sys.exit("usage: hatch_build.py [image PATH | baseline]")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--image"]:
-        write_image(Path(sys.argv[2]))
-    else:
-        generate()
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+# make demo            install, then train a small MoE model by asynchronous RL through all services
+# make test            install, then run every check, every test and a shortened demo that must learn
+# make check           the checks alone: format, lint, types, imports, protos
+# make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
+# make clean           remove what was installed and generated; runs/ stays
+#
+# SLIPSTREAM_PIP_ARGS  options for pip, such as an index with a CPU build of torch
+# PYTHON               the Python that makes the virtual environment
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SLIPSTREAM_PIP_ARGS ?=
+# An index given for torch may hold little else, so for the other packages it is one more index.
+REST_PIP_ARGS = $(patsubst -i,--extra-index-url,$(subst --index-url,--extra-index-url,$(SLIPSTREAM_PIP_ARGS)))
+PROTOS := $(shell find proto -name '*.proto')
+TESTS ?= tests/unit tests/property tests/integration
+DEMO_ARGS ?=
+
+# Two cores are shared by all processes; more threads in each only get in each other's way.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo demo-short test check proto proto-baseline install clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+$(BIN)/python:
+	@echo "== Making a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "FAILED: Python 3.11 or newer is required; say which one with PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "FAILED: install the package python3-venv"; exit 1; }
+
+# torch comes first and alone: whatever build of it is there then satisfies everything after.
+$(VENV)/.torch: pyproject.toml | $(BIN)/python
+	@echo "== Installing torch (the largest download)"
+	@$(PIP) install -q $(SLIPSTREAM_PIP_ARGS) \
+	  "$$($(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(next(r for r in p["optional-dependencies"]["engine"] if r.startswith("torch==")))')"
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml hatch_build.py $(PROTOS) $(VENV)/.torch
+	@echo "== Installing slipstream and what its services need"
+	@$(PIP) install -q $(REST_PIP_ARGS) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "== Installing what the checks and tests need"
+	@$(PIP) install -q $(REST_PIP_ARGS) -e '.[demo,dev]'
+	@touch $@
+
+install: $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	@echo "== Running slipstream rl @ examples/demo.toml"
+	@$(BIN)/slipstream rl @ examples/demo.toml $(DEMO_ARGS)
+
+demo-short: $(VENV)/.demo
+	@echo "== Running the demo, shortened; it must learn"
+	@$(BIN)/slipstream rl @ examples/demo.toml @ examples/demo-short.toml $(DEMO_ARGS)
+	@$(BIN)/python examples/check_learned.py runs/demo-short/report.json --by 0.2
+
+# Each stage says what it does; the outcome is the last line.
+test: $(VENV)/.dev
+	@started=$$SECONDS; \
+	fail() { echo "make test: FAILED at $$1, after $$((SECONDS - started)) s"; exit 1; }; \
+	$(MAKE) check || fail "the checks"; \
+	echo "== Tests: $(TESTS)"; \
+	$(BIN)/python -m pytest $(TESTS) || fail "the tests"; \
+	$(BIN)/python loadtests/frames.py || fail "the frames load test"; \
+	learned="no shortened demo"; \
+	if [ -f examples/demo-short.toml ]; then \
+	  $(MAKE) demo-short || fail "the shortened demo"; learned="the shortened demo learned"; \
+	fi; \
+	echo "make test: ok, checks and tests pass, $$learned, in $$((SECONDS - started)) s"
+
+check: $(VENV)/.dev
+	@echo "== Format, lint"
+	@$(BIN)/ruff format --check -q . || { echo "run: ruff format ."; exit 1; }
+	@$(BIN)/ruff check -q .
+	@echo "== Types"
+	@$(BIN)/pyright --level error > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
+	@echo "== Imports"
+	@$(BIN)/lint-imports > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@echo "== Protos"
+	@$(BIN)/python hatch_build.py image $(VENV)/image.binpb
+	@$(BIN)/buf lint $(VENV)/image.binpb --config buf.yaml
+	@$(BIN)/buf breaking $(VENV)/image.binpb --against proto/baseline.binpb --config buf.yaml || \
+	  { echo "the protos break the committed contract; if that is meant: make proto-baseline"; exit 1; }
+	@cd proto && ../$(BIN)/buf format --diff --exit-code . > ../$(VENV)/format.log || { cat ../$(VENV)/format.log; exit 1; }
+
+proto: $(VENV)/.dev
+	@$(BIN)/python hatch_build.py
+	@echo "make proto: stubs are in services/slipstream/api"
+
+proto-baseline: $(VENV)/.dev
+	@$(BIN)/python hatch_build.py baseline
+	@echo "make proto-baseline: wrote proto/baseline.binpb; say in CHANGELOG.md what callers must change"
+
+clean:
+	rm -rf $(VENV) services/slipstream/api services/buf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
