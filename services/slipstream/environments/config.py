@@ -1,0 +1,136 @@
+"""Configuration of environments: the launcher, the runner and the trainer read the same sections.
+
+    [[environments]]
+    type = "spell_backward"
+    weight = 3.0
+
+A variant is chosen by `type`. Imports no torch and no environment code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from slipstream.common.config import BaseConfig
+
+
+class BaseEnvironmentConfig(BaseConfig):
+    """What every environment has."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    """Its name in the run: in records, metrics and reports. Empty takes the type's."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the training mixture, relative to the others."""
+
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of its tasks and of the split into training and held-out ones. Unset takes the run's."""
+
+    age_out: Literal["regenerate", "hold", "mask"] = "regenerate"
+    """What happens to groups that grow too old to be trained: start again once, make the step wait for them, or
+    train only their tokens within the bound."""
+
+    train_task_count: int = Field(default=1_000_000, ge=1)
+    """Tasks of the training set; training draws from it with replacement."""
+
+    evaluation_task_count: int = Field(default=200, ge=0)
+    """Held-out tasks asked before and after training. 0 leaves it out."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Sampling temperature of training rollouts. Held-out tasks are answered greedily."""
+
+    max_new_tokens: int = Field(default=10, ge=1)
+    """Tokens a rollout may draw, the end token included."""
+
+    deadline_s: float = Field(default=120.0, gt=0)
+    """A group that takes longer fails."""
+
+    demonstration_weight: float = Field(default=1.0, ge=0)
+    """Its part of the demonstrations of the supervised warm-up, relative to the others."""
+
+
+class SpellBackwardConfig(BaseEnvironmentConfig):
+    """reasoning-gym's `spell_backward`: write a word's letters in reverse order, judged by its own scorer."""
+
+    type: Literal["spell_backward"] = "spell_backward"
+    name: str = Field(default="spell_backward", pattern=r"^[A-Za-z0-9_.-]+$")
+    weight: float = Field(default=3.0, gt=0)
+
+    min_word_len: int = Field(default=3, ge=1)
+    """Letters of the shortest words."""
+
+    max_word_len: int = Field(default=8, ge=1, le=10)
+    """Letters of the longest words."""
+
+    exact_share: float = Field(default=0.5, ge=0, le=1)
+    """Part of the reward that only a wholly right answer earns; the rest follows the score, letter by letter."""
+
+    demonstration_word_len: int = Field(default=6, ge=1)
+    """Letters of the longest words in most demonstrations."""
+
+    long_demonstration_share: float = Field(default=0.1, ge=0, le=1)
+    """Part of the demonstrations with words of any length. Without any, the policy never learns to end later."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_word_len > min(self.max_word_len, self.demonstration_word_len):
+            raise ValueError("min_word_len: must not exceed max_word_len and demonstration_word_len")
+        return self
+
+
+class ExpressionConfig(BaseEnvironmentConfig):
+    """Write an expression of single digits that evaluates to a number; judged by running it in the sandbox."""
+
+    type: Literal["expression"] = "expression"
+    name: str = Field(default="expression", pattern=r"^[A-Za-z0-9_.-]+$")
+    max_new_tokens: int = Field(default=12, ge=1)
+    demonstration_weight: float = Field(default=1 / 3, ge=0)
+
+    min_target: int = Field(default=10, ge=0)
+    """Smallest number asked for."""
+
+    max_target: int = Field(default=449, ge=1, le=449)
+    """Largest number asked for. A seeded choice of `evaluation_task_count` of them is held out, the rest trains."""
+
+    near_miss_credit: float = Field(default=0.0, ge=0, lt=1)
+    """Reward of a valid expression that misses the target by nothing at all, falling to 0 at `near_miss_range`.
+    0 rewards right answers only."""
+
+    near_miss_range: int = Field(default=20, ge=1)
+    """Distance to the target at which a valid expression earns nothing."""
+
+    demonstration_error_share: float = Field(default=0.5, ge=0, le=1)
+    """Part of the demonstrations in which one digit is off: they show the form, trial must find the arithmetic."""
+
+    sandbox_wall_s: float = Field(default=10.0, gt=0)
+    """Time limit of the execution that judges a group."""
+
+    sample_cpu_s: int = Field(default=1, ge=1)
+    """Processor time one sample may use, in whole seconds."""
+
+    sample_memory_bytes: int = Field(default=256 * 2**20, ge=2**25)
+    """Address space one sample may use."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_target - self.min_target < self.evaluation_task_count:
+            raise ValueError("max_target: the range holds no more numbers than evaluation_task_count asks to hold out")
+        return self
+
+
+class ImportedConfig(BaseEnvironmentConfig):
+    """A third party's environment, found by import path."""
+
+    type: Literal["import"] = "import"
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+
+    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`package.module:factory`; called with (this config, seed), it returns an Environment."""
+
+    options: dict[str, Any] = {}
+    """Whatever that environment wants to be told."""
+
+
+EnvironmentConfig = Annotated[SpellBackwardConfig | ExpressionConfig | ImportedConfig, Field(discriminator="type")]
