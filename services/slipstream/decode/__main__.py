@@ -1,0 +1,35 @@
+"""slipstream-decode @ config.toml"""
+
+from __future__ import annotations
+
+import asyncio
+
+from slipstream.api.inference.v1 import decode_pb2_grpc, worker_pb2
+from slipstream.common.config import cli
+from slipstream.common.telemetry import setup_logging
+from slipstream.decode.config import DecodeConfig
+from slipstream.decode.kv_client import KvClient
+from slipstream.decode.servicer import DecodeServicer
+from slipstream.engine.worker.worker import Worker
+
+
+def main() -> None:
+    config = cli(DecodeConfig)
+    setup_logging(config, "decode")
+    from slipstream.engine.worker.process import Pool, run_worker  # torch takes seconds: not for --help
+
+    def build_pool(worker: Worker, token: str | None) -> Pool:
+        kv = KvClient(token, worker.engine.limits.block_size_tokens, config.kv_timeout_s)
+        servicer = DecodeServicer(worker.engine, worker.gate, worker.routes, kv)
+        add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+        return Pool(
+            [(add, servicer, "slipstream.api.inference.v1.DecodeService")],
+            {"release_kv": lambda: kv.release_for_ever(config.kv_release_interval_s)},
+            kv.close,
+        )
+
+    asyncio.run(run_worker(config, worker_pb2.WORKER_ROLE_DECODE, build_pool))
+
+
+if __name__ == "__main__":
+    main()

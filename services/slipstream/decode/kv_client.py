@@ -1,0 +1,144 @@
+"""Pulls KV from prefill workers by handle, and tells them in batches what they may free."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from uuid import uuid4
+
+import grpc
+import structlog
+
+from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
+from slipstream.common.channel import open_channel
+from slipstream.common.errors import (
+    DeadlineExceeded,
+    FrameInvalid,
+    KvTransferFailed,
+    SlipstreamError,
+    Unreachable,
+    from_rpc_error,
+)
+from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import KvHeader, KvPayload
+from slipstream.engine.hashing import block_hashes
+
+log = structlog.get_logger()
+
+MAX_ATTEMPTS = 3
+RETRY_PAUSE_S = 0.1
+RELEASE_TIMEOUT_S = 5.0
+MAX_PENDING_RELEASES = 65536
+"""Beyond, KV is left to its expiry."""
+
+
+class _Pull:
+    """The bytes of one prompt's KV as they come."""
+
+    def __init__(self) -> None:
+        self.header: prefill_pb2.KvHeader | None = None
+        self.data = bytearray()
+
+    @property
+    def done(self) -> bool:
+        return self.header is not None and len(self.data) == self.header.size_bytes
+
+
+class KvClient:
+    """One channel a prefill worker."""
+
+    def __init__(self, token: str | None, block_size_tokens: int, timeout_s: float) -> None:
+        self._token = token
+        self._block_size_tokens = block_size_tokens
+        self._timeout_s = timeout_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._fetched: defaultdict[str, list[str]] = defaultdict(list)
+
+    async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:
+        """The KV that `handle` names. Ends in `timeout_s`, with `KvTransferFailed` if it did not come."""
+        pull = _Pull()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._fill(handle, pull)
+        except TimeoutError:
+            raise _failed(handle, f"it did not come in {self._timeout_s:g} s") from None
+        except SlipstreamError as error:
+            raise _failed(handle, f"{error.reason}: {error.message}") from error
+        header = pull.header
+        assert header is not None
+        if zlib.crc32(pull.data) != header.crc32:
+            raise _failed(handle, "its CRC differs")
+        if len(self._fetched[handle.address]) < MAX_PENDING_RELEASES:
+            self._fetched[handle.address].append(handle.transfer_id)
+        hashes = block_hashes(salt, token_ids[: header.token_count], self._block_size_tokens)
+        return KvPayload(
+            KvHeader(
+                dtype=header.dtype,
+                shape=tuple(header.shape),
+                token_count=header.token_count,
+                block_hashes=tuple(hashes),
+                version=PolicyVersion.from_proto(header.version),
+                oldest_version=PolicyVersion.from_proto(header.kv_oldest_version),
+            ),
+            pull.data,
+        )
+
+    async def release_for_ever(self, interval_s: float) -> None:
+        """Tell prefill workers what was fetched. A call that fails leaves the KV to its expiry."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.release_fetched()
+
+    async def release_fetched(self) -> None:
+        fetched, self._fetched = self._fetched, defaultdict(list)
+        for address, transfer_ids in fetched.items():
+            request = prefill_pb2.ReleaseKvRequest(request_id=uuid4().hex, transfer_ids=transfer_ids)
+            try:
+                stub = prefill_pb2_grpc.KvServiceStub(self._channel(address))
+                await stub.ReleaseKv(request, timeout=RELEASE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                log.info("kv_release_failed", address=address, code=error.code().name)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _fill(self, handle: prefill_pb2.KvHandle, pull: _Pull) -> None:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return await self._receive(handle, pull)
+            except (Unreachable, DeadlineExceeded, FrameInvalid) as error:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+                log.info("kv_fetch_resumed", offset_bytes=len(pull.data), reason=error.reason)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _receive(self, handle: prefill_pb2.KvHandle, pull: _Pull) -> None:
+        """Take what one stream gives, from where the last one ended."""
+        fetch = raw_unary_stream(self._channel(handle.address), "/slipstream.api.inference.v1.KvService/FetchKv")
+        request = prefill_pb2.FetchKvRequest(kv=handle, offset_bytes=len(pull.data))
+        call = fetch(request, timeout=self._timeout_s)
+        try:
+            messages = raw_responses(call)
+            pull.header = await read_header(messages, prefill_pb2.KvHeader)
+            async for data in iter_data(messages):
+                pull.data += data
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        if not pull.done:
+            raise FrameInvalid("the stream ended early", held_bytes=len(pull.data), size_bytes=pull.header.size_bytes)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, self._token)
+        return channel
+
+
+def _failed(handle: prefill_pb2.KvHandle, why: str) -> KvTransferFailed:
+    return KvTransferFailed(f"KV of {handle.transfer_id} from {handle.address}: {why}", address=handle.address)

@@ -1,0 +1,120 @@
+"""DecodeService: RPC to engine and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from slipstream.api.inference.v1 import decode_pb2, decode_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.errors import RequestIdReused
+from slipstream.decode.kv_client import KvClient
+from slipstream.engine.base import DecodeRequest, Engine, SampleChunk
+from slipstream.engine.worker.gate import WorkerGate
+from slipstream.engine.worker.prompts import chunk_to_proto, prompt_tokens, sampling_from_proto
+from slipstream.engine.worker.rows import RouteRows
+
+DEFAULT_FLUSH_S = 1.0
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Serves DecodeService."""
+
+    def __init__(self, engine: Engine, gate: WorkerGate, routes: RouteRows, kv: KvClient) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._routes = routes
+        self._kv = kv
+        self._fetching: dict[str, bool] = {}
+        """Requests whose KV is on its way: whether they were aborted meanwhile."""
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        with self._gate.admitted(request.worker_epoch, request.min_policy_version):
+            job = await self._with_kv(request)
+            if job is None:
+                yield _all_aborted(len(request.sample_ids))
+                return
+            flush_s = request.flush.max_ms / 1000 or DEFAULT_FLUSH_S
+            joined = JoinedChunks(len(request.sample_ids), 0.0 if request.flush.max_tokens else flush_s)
+            # Closing the iterator, because the caller left or is out of time, aborts the request.
+            async with aclosing(self._engine.decode_batches(job, flush_s)) as batches:  # type: ignore[type-var]
+                async for chunks in batches:
+                    ready = joined.add(chunks)
+                    if ready:
+                        yield decode_pb2.DecodeResponse(chunks=[self._to_proto(job, chunk) for chunk in ready])
+            rest = joined.take()
+            if rest:
+                yield decode_pb2.DecodeResponse(chunks=[self._to_proto(job, chunk) for chunk in rest])
+
+    async def Abort(
+        self, request: decode_pb2.DecodeServiceAbortRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.DecodeServiceAbortResponse:
+        if request.request_id in self._fetching:  # it has no blocks yet, and will not ask for any
+            self._fetching[request.request_id] = True
+            return decode_pb2.DecodeServiceAbortResponse(found=True)
+        ended = await self._engine.abort(request.request_id)
+        return decode_pb2.DecodeServiceAbortResponse(found=ended > 0)
+
+    async def _with_kv(self, request: decode_pb2.DecodeRequest) -> DecodeRequest | None:
+        """The request with its KV here; None if it was aborted meanwhile."""
+        token_ids = prompt_tokens(request.prompt)
+        payload = None
+        if request.HasField("kv"):
+            if request.request_id in self._fetching:
+                raise RequestIdReused("this request is running", request_id=request.request_id)
+            self._fetching[request.request_id] = False
+            try:
+                payload = await self._kv.fetch(request.kv, token_ids, request.salt)
+            finally:
+                aborted = self._fetching.pop(request.request_id)
+            if aborted:
+                return None
+        return DecodeRequest(
+            request.request_id,
+            token_ids,
+            request.salt,
+            tuple(request.sample_ids),
+            sampling_from_proto(request.sampling),
+            payload,
+            request.capture_routes,
+        )
+
+    def _to_proto(self, job: DecodeRequest, chunk: SampleChunk) -> decode_pb2.SampleChunk:
+        last = bool(chunk.finish_reason) and job.capture_routes
+        return chunk_to_proto(chunk, self._routes.ref(job.sample_ids[chunk.sample_index]) if last else None)
+
+
+class JoinedChunks:
+    """Joins chunks into few messages: all samples are done, or the first one kept has waited `flush_s`."""
+
+    def __init__(self, sample_count: int, flush_s: float) -> None:
+        self._left = sample_count
+        self._flush_s = flush_s
+        self._chunks: list[SampleChunk] = []
+        self._since_s = 0.0
+
+    def add(self, chunks: list[SampleChunk]) -> list[SampleChunk]:
+        """Take chunks in; returns what is to be sent now."""
+        now_s = time.monotonic()
+        if not self._chunks:
+            self._since_s = now_s
+        self._chunks += chunks
+        self._left -= sum(bool(chunk.finish_reason) for chunk in chunks)
+        return self.take() if self._left <= 0 or now_s - self._since_s >= self._flush_s else []
+
+    def take(self) -> list[SampleChunk]:
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+
+def _all_aborted(sample_count: int) -> decode_pb2.DecodeResponse:
+    chunks = [
+        decode_pb2.SampleChunk(sample_index=index, finish_reason=types_pb2.FINISH_REASON_ABORTED)
+        for index in range(sample_count)
+    ]
+    return decode_pb2.DecodeResponse(chunks=chunks)

@@ -1,0 +1,72 @@
+"""Starting a worker process: model sizes, engine, channels, then `serve`. Imports torch through the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from slipstream.api.inference.v1 import worker_pb2
+from slipstream.common.channel import open_channel, read_token
+from slipstream.common.config import ConfigError
+from slipstream.common.runtime import serve
+from slipstream.common.state import State
+from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.engine.worker.config import WorkerConfig
+from slipstream.engine.worker.worker import Servicer, Worker
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.weights.transport import GrpcWeightTransport
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Pool:
+    """What one pool adds to a worker."""
+
+    servicers: list[Servicer]
+    loops: Mapping[str, Callable[[], Awaitable[Any]]] = field(default_factory=dict)
+    close: Callable[[], Awaitable[Any]] | None = None
+
+
+async def run_worker(
+    config: WorkerConfig, role: worker_pb2.WorkerRole, build_pool: Callable[[Worker, str | None], Pool]
+) -> None:
+    """Serve until SIGTERM."""
+    token = read_token(config.auth.token_file)
+    sizes = await _model_sizes(config)
+    engine = EmbeddedEngine(sizes, config.engine)
+    await engine.start()
+    state = State(config.redis.url, config.run_id)
+    channel = open_channel(config.broadcaster, token)
+    worker = Worker(config, role, engine, GrpcWeightTransport(channel, config.fetch_timeout_s), state)
+    pool = build_pool(worker, token)
+    try:
+        await serve(
+            config,
+            [*worker.servicers(), *pool.servicers],
+            {**worker.loops(), **pool.loops},
+            on_drain=worker.gate.drain,
+            on_start=worker.bound,
+        )
+    finally:
+        if pool.close is not None:
+            await pool.close()
+        await worker.close()
+        await channel.close()
+        await state.close()
+
+
+async def _model_sizes(config: WorkerConfig) -> MoeConfig:
+    """The model's sizes, as soon as whoever makes the model has written them."""
+    path = config.model_dir / "config.json"
+    deadline_s = time.monotonic() + config.model_timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"{path} did not appear in {config.model_timeout_s:g} s")
+        await asyncio.sleep(0.2)
+    return MoeConfig.load(config.model_dir)

@@ -1,0 +1,114 @@
+"""RowsService for expert routes: references to what the engine recorded, and the bytes by reference.
+
+Keys on the wire are the pool's prefix and the engine's key: "p/<request_id>" at prefill, "d/<sample_id>" at decode.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import numpy as np
+
+from slipstream.api.inference.v1 import worker_pb2
+from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.errors import OffsetOutOfRange, RoutesUnknown
+from slipstream.common.frames import FRAME_BYTES, encode_header, iter_frames
+from slipstream.engine.base import Engine
+from slipstream.engine.worker.identity import WorkerIdentity
+
+UNKNOWN = 255
+
+
+class RouteRows:
+    """The engine's routes as rows that others refer to."""
+
+    def __init__(self, engine: Engine, identity: WorkerIdentity) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._prefix = "p/" if identity.role == worker_pb2.WORKER_ROLE_PREFILL else "d/"
+
+    def ref(self, engine_key: str) -> types_pb2.RowsRef | None:
+        """A reference to all rows under a key, or None when there are none."""
+        try:
+            rows, first = self._engine.routes(engine_key)
+        except RoutesUnknown:
+            return None
+        limits = self._engine.limits
+        count = rows.nbytes // limits.route_row_bytes
+        if not count:
+            return None
+        return types_pb2.RowsRef(
+            holder=self._identity.address,
+            holder_epoch=self._identity.epoch,
+            key=self._prefix + engine_key,
+            ranges=[types_pb2.RowRange(start=first, end=first + count)],
+            dtype="uint8",
+            row_shape=[limits.moe_layers, limits.top_k],
+            size_bytes=rows.nbytes,
+        )
+
+    def read(self, ref: types_pb2.RowsRef) -> tuple[rows_pb2.RowsPart, memoryview]:
+        """The rows a reference names, as far as they are held."""
+        nothing = rows_pb2.RowsPart(missing=True), memoryview(b"")
+        if ref.holder_epoch not in ("", self._identity.epoch) or not ref.key.startswith(self._prefix):
+            return nothing
+        try:
+            rows, first = self._engine.routes(ref.key.removeprefix(self._prefix))
+        except RoutesUnknown:
+            return nothing
+        size = self._engine.limits.route_row_bytes
+        data = rows.cast("B") if rows.nbytes else memoryview(b"")
+        start, end = first, first + data.nbytes // size
+        if ref.ranges:
+            start, end = max(start, ref.ranges[0].start), min(end, ref.ranges[-1].end)
+        if start >= end:
+            return nothing
+        data = data[(start - first) * size : (end - first) * size]
+        return rows_pb2.RowsPart(
+            size_bytes=data.nbytes, first_position=start, unknown_ranges=_unknown_ranges(data, size, start)
+        ), data
+
+    def release(self, keys: Sequence[str]) -> int:
+        """Drop rows; returns how many keys were held."""
+        own = (key.removeprefix(self._prefix) for key in keys if key.startswith(self._prefix))
+        return sum(self._engine.release_routes(key) for key in own)
+
+
+def _unknown_ranges(data: memoryview, row_bytes: int, first: int) -> list[types_pb2.RowRange]:
+    """Runs of rows that nobody recorded; a known row has no byte 255."""
+    leading = np.frombuffer(data, np.uint8)[::row_bytes] == UNKNOWN
+    if not leading.any():
+        return []
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], leading, [False])).astype(np.int8))) + first
+    return [types_pb2.RowRange(start=int(a), end=int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
+    """Serves RowsService over one engine's routes."""
+
+    def __init__(self, routes: RouteRows) -> None:
+        self._routes = routes
+
+    async def FetchRows(
+        self, request: rows_pb2.FetchRowsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        parts, pieces = [], []
+        for ref in request.refs:
+            part, data = self._routes.read(ref)
+            parts.append(part)
+            pieces.append(data)
+        whole = b"".join(pieces)  # thousands of small keys: one copy is cheaper than a frame for each
+        if request.offset_bytes > len(whole):
+            raise OffsetOutOfRange(f"offset beyond {len(whole)}", size_bytes=len(whole))
+        header = rows_pb2.RowsHeader(parts=parts, size_bytes=len(whole), crc32=zlib.crc32(whole))
+        yield encode_header(header)
+        for frame in iter_frames([whole], request.offset_bytes, FRAME_BYTES):
+            yield frame
+
+    async def ReleaseRows(
+        self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext
+    ) -> rows_pb2.ReleaseRowsResponse:
+        return rows_pb2.ReleaseRowsResponse(released_count=self._routes.release(request.keys))

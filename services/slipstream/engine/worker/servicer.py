@@ -1,0 +1,171 @@
+"""WorkerService: RPC to domain and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+
+from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import Engine
+from slipstream.engine.worker.gate import WorkerGate
+from slipstream.engine.worker.identity import WorkerIdentity
+from slipstream.engine.worker.kv_events import KvEventLog
+from slipstream.engine.worker.updates import WorkerState, WorkerUpdates
+
+MAX_REPORTS_PER_SECOND = 10
+MAX_SILENCE_S = 1.0
+DRAIN_TIMEOUT_S = 60.0
+
+_STATES = {
+    WorkerState.STARTING: worker_pb2.WORKER_STATE_STARTING,
+    WorkerState.SERVING: worker_pb2.WORKER_STATE_SERVING,
+    WorkerState.STALE: worker_pb2.WORKER_STATE_STALE,
+}
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves WorkerService over one engine."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: Engine,
+        updates: WorkerUpdates,
+        gate: WorkerGate,
+        kv_events: KvEventLog,
+        engine_name: str = "embedded",
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._updates = updates
+        self._gate = gate
+        self._kv_events = kv_events
+        limits = engine.limits
+        self._limits = worker_pb2.WorkerLimits(
+            block_size_tokens=limits.block_size_tokens,
+            block_count=limits.block_count,
+            max_context_tokens=limits.max_context_tokens,
+            max_running_samples=limits.max_running_samples,
+            max_waiting_requests=limits.max_waiting_requests,
+            kv_bytes_per_token=limits.kv_bytes_per_token,
+            vocabulary_size=limits.vocab_size,
+            moe_layers=limits.moe_layers,
+            top_k=limits.top_k,
+        )
+        self._capabilities = worker_pb2.WorkerCapabilities(
+            engine=engine_name,
+            captures_routes=True,
+            updates_in_flight=True,
+            kv_transports=["frames"],
+            weight_transports=["grpc"],
+        )
+
+    async def GetWorker(
+        self, request: worker_pb2.GetWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetWorkerResponse:
+        version = self._updates.version
+        return worker_pb2.GetWorkerResponse(
+            replica=self._identity.replica,
+            epoch=self._identity.epoch,
+            role=self._identity.role,
+            state=self._state(),
+            version=version.to_proto() if version else None,
+            limits=self._limits,
+            capabilities=self._capabilities,
+            load=self._load(),
+            stale_reason=self._updates.stale_reason,
+        )
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        interval_s = 1 / (request.max_per_second or MAX_REPORTS_PER_SECOND)
+        last, sent_s, due_s = None, 0.0, time.monotonic()
+        report = worker_pb2.WatchLoadResponse(epoch=self._identity.epoch, role=self._identity.role)
+        with self._kv_events.follower() as follower:
+            while True:
+                changed, now_s = self._updates.changed, time.monotonic()
+                report.state = self._state()
+                version = self._updates.version
+                if version:
+                    report.version.CopyFrom(version.to_proto())
+                report.load.CopyFrom(self._load())
+                report.kv_events, report.kv_events_reset = self._kv_events.take(follower)
+                current = (report.state, version, report.load.SerializeToString())
+                if current != last or report.kv_events or now_s - sent_s >= MAX_SILENCE_S:
+                    report.sequence += 1
+                    yield report
+                    last, sent_s = current, now_s
+                # A change of state or version is told at once and makes the next report wait longer.
+                due_s = max(due_s, now_s) + interval_s
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), due_s - time.monotonic())
+
+    async def BeginUpdate(
+        self, request: worker_pb2.BeginUpdateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.BeginUpdateResponse:
+        self._gate.check_epoch(request.worker_epoch)
+        fetched = await self._updates.begin(
+            request.update_id,
+            request.holder,
+            PolicyVersion.from_proto(request.version),
+            request.lease_ttl_ms / 1000,
+        )
+        return worker_pb2.BeginUpdateResponse(worker_epoch=self._identity.epoch, fetched_bytes=fetched)
+
+    async def ApplyUpdate(
+        self, request: worker_pb2.ApplyUpdateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ApplyUpdateResponse:
+        applied = await self._updates.apply(request.update_id)
+        return worker_pb2.ApplyUpdateResponse(
+            pause_us=round(applied.report.pause_s * 1e6),
+            apply_us=round(applied.report.apply_s * 1e6),
+            verify_us=round(applied.verify_s * 1e6),
+            in_flight_sample_count=applied.report.in_flight_samples,
+            verified_slice_count=applied.verified_slice_count,
+            probe_max_abs_error=applied.probe_max_abs_error,
+        )
+
+    async def FinishUpdate(
+        self, request: worker_pb2.FinishUpdateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.FinishUpdateResponse:
+        self._updates.finish(request.update_id)
+        return worker_pb2.FinishUpdateResponse(version=self._updates.version.to_proto(), state=self._state())
+
+    async def AbortUpdate(
+        self, request: worker_pb2.AbortUpdateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AbortUpdateResponse:
+        self._updates.abort(request.update_id)
+        return worker_pb2.AbortUpdateResponse(version=self._updates.version.to_proto())
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DrainResponse:
+        left_s = context.time_remaining()
+        try:
+            async with asyncio.timeout(DRAIN_TIMEOUT_S if left_s is None else max(0.0, left_s - 0.5)):
+                await self._gate.drain()
+        except TimeoutError:
+            pass  # the count says so
+        return worker_pb2.DrainResponse(remaining_request_count=self._gate.active)
+
+    def _state(self) -> worker_pb2.WorkerState:
+        return worker_pb2.WORKER_STATE_DRAINING if self._gate.draining else _STATES[self._updates.state]
+
+    def _load(self) -> worker_pb2.Load:
+        load = self._engine.load()
+        return worker_pb2.Load(
+            running_sample_count=load.running_samples,
+            waiting_request_count=load.waiting_requests,
+            blocks_used=load.blocks_used,
+            blocks_total=load.blocks_total,
+            prefix_query_token_count=load.prefix_query_tokens,
+            prefix_hit_token_count=load.prefix_hit_tokens,
+            sampled_token_count=load.decoded_tokens,
+            prefilled_token_count=load.prefilled_tokens,
+        )

@@ -1,0 +1,128 @@
+"""One worker: an engine and what stands around it, and the loops that keep it going.
+
+| loop | takes | waits for | unblocked by |
+|---|---|---|---|
+| engine | nothing; ends the process if the engine's thread dies | the thread | its end |
+| versions | published versions, to refit and prefetch | the broadcaster's stream | a seal, or a reconnect every 0.5 s |
+| observe | cache events and busy intervals of the engine | its clock, 10 times a second | time |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import structlog
+
+from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.api.rollout.v1 import rows_pb2_grpc
+from slipstream.common.errors import StateUnavailable
+from slipstream.common.state import SERVING
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.engine.base import Engine
+from slipstream.engine.worker.config import WorkerConfig
+from slipstream.engine.worker.gate import WorkerGate
+from slipstream.engine.worker.identity import WorkerIdentity
+from slipstream.engine.worker.kv_events import KvEventLog
+from slipstream.engine.worker.rows import RouteRows, RowsServicer
+from slipstream.engine.worker.servicer import WorkerServicer
+from slipstream.engine.worker.timeline import Timeline
+from slipstream.engine.worker.updates import Applied, WorkerUpdates
+from slipstream.weights.transport import WeightTransport
+
+log = structlog.get_logger()
+
+OBSERVE_INTERVAL_S = 0.1
+
+Servicer = tuple[Callable[[Any, Any], None], Any, str]
+
+
+class RunningEngine(Engine, Protocol):
+    """An engine with a thread of its own."""
+
+    async def wait(self) -> None:
+        """Return when it was stopped, raise what ended it otherwise."""
+        ...
+
+
+class SharedVersions(Protocol):
+    """The part of the run's shared state that this needs."""
+
+    async def version(self, key: str) -> PolicyVersion: ...
+
+
+class Worker:
+    """Everything of a worker but the calls of its own pool."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: worker_pb2.WorkerRole,
+        engine: RunningEngine,
+        transport: WeightTransport,
+        state: SharedVersions,
+    ) -> None:
+        self.engine = engine
+        self.identity = WorkerIdentity(config.replica, role, config.advertise)
+        self.updates = WorkerUpdates(engine, transport, config.replica, self._serving_version)
+        self.updates.on_applied = self._record_update
+        self.gate = WorkerGate(self.identity, self.updates)
+        self.routes = RouteRows(engine, self.identity)
+        self.kv_events = KvEventLog()
+        self.timeline = Timeline(config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl")
+        self._host = config.listen.host
+        self._state = state
+
+    def servicers(self) -> list[Servicer]:
+        """What both pools serve."""
+        worker = WorkerServicer(self.identity, self.engine, self.updates, self.gate, self.kv_events)
+        return [
+            (worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "slipstream.api.inference.v1.WorkerService"),
+            (rows_pb2_grpc.add_RowsServiceServicer_to_server, RowsServicer(self.routes), _ROWS_SERVICE),
+        ]
+
+    def loops(self) -> dict[str, Callable[[], Awaitable[Any]]]:
+        return {"engine": self.engine.wait, "versions": self.updates.follow, "observe": self.observe}
+
+    async def bound(self, port: int) -> None:
+        """Take note of the port that peers reach this worker at."""
+        self.identity.address = self.identity.address or f"{self._host}:{port}"
+        log.info("worker_started", replica=self.identity.replica, epoch=self.identity.epoch, port=port)
+
+    async def observe(self) -> None:
+        """Hand on what the engine did, for ever."""
+        while True:
+            await asyncio.sleep(OBSERVE_INTERVAL_S)
+            self.observe_once()
+
+    def observe_once(self) -> None:
+        self.kv_events.absorb(self.engine.drain_kv_events())
+        self.timeline.add(self.engine.drain_busy(), time.time())
+
+    async def close(self) -> None:
+        """Stop the engine and write the rest of the timeline."""
+        await self.engine.stop()
+        self.observe_once()
+        self.timeline.close()
+
+    async def _serving_version(self) -> PolicyVersion:
+        try:
+            return await self._state.version(SERVING)
+        except StateUnavailable as error:
+            log.warning("serving_unknown", detail=error.message)
+            return UNSET
+
+    def _record_update(self, version: PolicyVersion, applied: Applied) -> None:
+        end_s = time.time()
+        self.timeline.record(
+            "update",
+            end_s - applied.report.pause_s,
+            end_s,
+            version=str(version),
+            in_flight_samples=applied.report.in_flight_samples,
+        )
+
+
+_ROWS_SERVICE = "slipstream.api.rollout.v1.RowsService"

@@ -1,0 +1,1 @@
+"""The prefill pool: computes prompts and hands their KV over. Loops: `README.md`."""

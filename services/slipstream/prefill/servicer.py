@@ -1,0 +1,105 @@
+"""PrefillService and KvService: RPC to engine and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
+from slipstream.common.errors import OffsetOutOfRange
+from slipstream.common.frames import encode_header, iter_frames
+from slipstream.engine.base import Engine, PrefillRequest
+from slipstream.engine.worker.gate import WorkerGate
+from slipstream.engine.worker.identity import WorkerIdentity
+from slipstream.engine.worker.prompts import prompt_tokens
+from slipstream.engine.worker.rows import RouteRows
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves PrefillService. The engine holds the KV and frees it when `kv_ttl_s` is over."""
+
+    def __init__(
+        self, identity: WorkerIdentity, engine: Engine, gate: WorkerGate, routes: RouteRows, kv_ttl_s: float
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._gate = gate
+        self._routes = routes
+        self._kv_ttl_s = kv_ttl_s
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.PrefillResponse:
+        with self._gate.admitted(request.worker_epoch, request.min_policy_version):
+            token_ids = prompt_tokens(request.prompt)
+            if len(token_ids) == 1:  # decode computes the last token: there is nothing to hand over
+                return prefill_pb2.PrefillResponse()
+            expires_s = time.time() + self._kv_ttl_s
+            try:
+                result = await self._engine.prefill(
+                    PrefillRequest(request.request_id, token_ids, request.salt, request.capture_routes)
+                )
+            except asyncio.CancelledError:  # the caller is gone, or out of time
+                await self._engine.abort(request.request_id)
+                raise
+            kv = prefill_pb2.KvHandle(
+                address=self._identity.address,
+                replica=self._identity.replica,
+                worker_epoch=self._identity.epoch,
+                transfer_id=result.transfer_id,
+                token_count=result.token_count,
+                expires_unix_ms=round(expires_s * 1000),
+            )
+            return prefill_pb2.PrefillResponse(
+                kv=kv,
+                version=result.version.to_proto(),
+                kv_oldest_version=result.kv_oldest_version.to_proto(),
+                cached_token_count=result.cached_token_count,
+                routes=self._routes.ref(request.request_id) if request.capture_routes else None,
+            )
+
+    async def Abort(
+        self, request: prefill_pb2.PrefillServiceAbortRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.PrefillServiceAbortResponse:
+        held = self._engine.release_kv(request.request_id)
+        ended = await self._engine.abort(request.request_id)
+        return prefill_pb2.PrefillServiceAbortResponse(found=held or ended > 0)
+
+
+class KvServicer(prefill_pb2_grpc.KvServiceServicer):
+    """Serves KvService: the KV of prefills, in frames."""
+
+    def __init__(self, engine: Engine, gate: WorkerGate) -> None:
+        self._engine = engine
+        self._gate = gate
+
+    async def FetchKv(
+        self, request: prefill_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        self._gate.check_epoch(request.kv.worker_epoch)
+        payload = self._engine.export_kv(request.kv.transfer_id)
+        header, data = payload.header, memoryview(payload.data)
+        if request.offset_bytes > data.nbytes:
+            raise OffsetOutOfRange(f"offset beyond {data.nbytes}", size_bytes=data.nbytes)
+        message = prefill_pb2.KvHeader(
+            dtype=header.dtype,
+            shape=header.shape,
+            token_count=header.token_count,
+            size_bytes=data.nbytes,
+            crc32=zlib.crc32(data),
+            version=header.version.to_proto(),
+            kv_oldest_version=header.oldest_version.to_proto(),
+        )
+        yield encode_header(message)
+        for frame in iter_frames([data], request.offset_bytes):
+            yield frame
+
+    async def ReleaseKv(
+        self, request: prefill_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.ReleaseKvResponse:
+        released = sum(self._engine.release_kv(transfer_id) for transfer_id in request.transfer_ids)
+        return prefill_pb2.ReleaseKvResponse(released_count=released)
