@@ -35,7 +35,7 @@ class Packed:
         target_positions: Sequence[NDArray[np.int64]],
         routes: Sequence[NDArray[np.uint8]] | None = None,
     ) -> Packed:
-        """Pack sequences of at least 2 tokens. Targets are positions from 1; `routes` has a row for all but the last."""
+        """Pack sequences of 2 or more tokens. Targets are positions from 1; `routes` has a row for all but the last."""
         lengths = [len(ids) - 1 for ids in token_ids]
         starts = np.cumsum([0, *lengths[:-1]])
         sources = [start + positions - 1 for start, positions in zip(starts, target_positions, strict=True)]

@@ -91,10 +91,11 @@ class RowsClient:
 
     async def release(self, refs: Iterable[types_pb2.RowsRef]) -> None:
         """Tell the holders that the rows are no longer needed. A holder that is away frees them by its own bound."""
-        by_holder: dict[str, list[str]] = defaultdict(list)
+        by_holder: dict[str, dict[str, None]] = defaultdict(dict)  # prompts' routes are shared by a group
         for ref in refs:
-            by_holder[ref.holder].append(ref.key)
-        for holder, keys in by_holder.items():
+            by_holder[ref.holder][ref.key] = None
+        for holder, held in by_holder.items():
+            keys = list(held)
             stub = rows_pb2_grpc.RowsServiceStub(self._channel(holder))
             for start in range(0, len(keys), MAX_RELEASED_KEYS):
                 request = rows_pb2.ReleaseRowsRequest(
@@ -163,7 +164,7 @@ def _cut(refs: Sequence[types_pb2.RowsRef], download: _Download) -> dict[str, Pa
     assert header is not None
     assert data is not None
     if zlib.crc32(data) != header.crc32 or len(header.parts) != len(refs):
-        download.header = None  # start over
+        download.header, download.held = None, 0  # start over
         raise FrameInvalid("rows do not match their announcement")
     view, start, parts = memoryview(data), 0, {}
     for ref, part in zip(refs, header.parts, strict=True):
@@ -217,10 +218,8 @@ def _whole(ref: types_pb2.RowsRef, parts: Mapping[RefId, Part], count: int, dtyp
     return values[:count] if len(values) >= count else None
 
 
-def _versions(
-    spans: Iterable[types_pb2.VersionSpan], target_count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Version numbers of the targets. Spans cover all sampled tokens; where the loss covers fewer, it is the last ones."""
+def _versions(spans: Iterable[types_pb2.VersionSpan], target_count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Version numbers of the targets. Spans cover all sampled tokens; a loss that covers fewer covers the last ones."""
     sampled: list[int] = []
     oldest: list[int] = []
     for span in spans:

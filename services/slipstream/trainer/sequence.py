@@ -44,11 +44,11 @@ class TrainSequence:
     advantage: float
 
     @cached_property
-    def known_N(self) -> NDArray[np.bool_]:  # noqa: N802 axis suffix
+    def known_N(self) -> NDArray[np.bool_]:
         """`[N - 1]`: positions whose experts are all recorded."""
         return (self.routes != UNKNOWN_ROUTE).all(axis=(1, 2))
 
     @property
-    def replayed_R(self) -> NDArray[np.bool_]:  # noqa: N802 axis suffix
+    def replayed_R(self) -> NDArray[np.bool_]:
         """Targets whose whole context has recorded routes."""
         return np.logical_and.accumulate(self.known_N)[self.target_positions - 1]

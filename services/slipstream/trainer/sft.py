@@ -1,4 +1,4 @@
-"""Supervised warm-up: cross-entropy on the answers of demonstrations, ended by a validation set. Runs on the torch thread.
+"""Supervised warm-up: cross-entropy on the answers of demonstrations, ended by a validation set.
 
 The rate is constant until the model answers `target_accuracy` of the validation set exactly, then falls linearly to
 zero: a start strong enough to earn rewards, weak enough to leave something to learn.

@@ -126,7 +126,9 @@ class Learner:
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
 
 
-def _record_margin(margins: list[float], top_k: int, _module: object, _args: object, output: tuple[Tensor, ...]) -> None:
+def _record_margin(
+    margins: list[float], top_k: int, _module: object, _args: object, output: tuple[Tensor, ...]
+) -> None:
     """Forward hook of a router: how far the last chosen expert's score is above the best of the others."""
     scores = output[2]
     if scores.shape[-1] > top_k:
@@ -149,9 +151,7 @@ def _loss_function(config: LossConfig) -> Callable[..., LossTerms]:
     return partial(clipped_loss if isinstance(config, ClippedLossConfig) else masked_ratio_loss, **options)
 
 
-def _token_metrics(
-    sequences: Sequence[TrainSequence], tokens: Sequence[_Tokens], trained: int
-) -> dict[str, float]:
+def _token_metrics(sequences: Sequence[TrainSequence], tokens: Sequence[_Tokens], trained: int) -> dict[str, float]:
     """Figures over all trained tokens of the step."""
     if not sequences:
         return {"loss_tokens": 0.0}

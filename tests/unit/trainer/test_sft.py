@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from slipstream.trainer.config import SftConfig
 from slipstream.trainer.sft import exact_fraction, warm_up
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from slipstream.models.qwen3_moe.model import MoeModel
 from slipstream.trainer.config import ClippedLossConfig, MaskedRatioLossConfig
 from slipstream.trainer.schedule import warmup_then_linear

@@ -1,0 +1,246 @@
+"""The training loop: start (warm-up included), then for each step plan, rows, optimizer step, publish, report.
+
+Publishing version n and reporting it overlap the wait for plan n+1; version n is published before n+1 is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import grpc
+import numpy as np
+import structlog
+
+from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
+from slipstream.common.errors import DeadlineExceeded, Draining, SlipstreamError, Unreachable, from_rpc_error
+from slipstream.common.version import PolicyVersion
+from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.probe import choose_probe, probe_prompts
+from slipstream.trainer.rows import RowsClient, references, stitch
+from slipstream.trainer.sequence import TrainSequence, version_number
+from slipstream.trainer.status import Status, request_id
+from slipstream.trainer.timeline import Timeline
+from slipstream.trainer.torch_thread import TorchThread
+from slipstream.weights.manifest import Probe
+from slipstream.weights.transport import WeightTransport
+
+if TYPE_CHECKING:  # torch is imported on its thread, after the server has started
+    from slipstream.trainer.step import Learner
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+RETRY_PAUSE_S = 0.3
+PEER_TIMEOUT_S = 60.0
+"""How long a peer may be away (starting, restarting) before the trainer gives up."""
+
+CALL_TIMEOUT_S = 10.0
+ROUTES_UNKNOWN_WARNING = 0.01
+
+
+class Start(Protocol):
+    """Makes the model that step 1 trains."""
+
+    def __call__(self, config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
+        """Runs on the torch thread; returns the learner and figures of the warm-up."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Weights of one version with their probe, on the way to the broadcaster."""
+
+    tensors: Mapping[str, np.ndarray]
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is reported about one step."""
+
+    version: PolicyVersion
+    metrics: dict[str, float]
+    started_s: float
+    finished_s: float
+
+
+class TrainingLoop:
+    """Owns the sequence of steps. Everything that computes runs on the torch thread."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        batches: batch_pb2_grpc.BatchServiceStub,
+        transport: WeightTransport,
+        rows: RowsClient,
+        status: Status,
+        torch: TorchThread,
+        start: Start,
+    ) -> None:
+        self._config = config
+        self._batches = batches
+        self._transport = transport
+        self._rows = rows
+        self._status = status
+        self._torch = torch
+        self._start = start
+        self._timeline = Timeline(config.run_dir / "timeline" / f"{config.replica or 'trainer'}.jsonl")
+
+    async def run(self) -> None:
+        """Train to the end of the run, write the final weights, then wait to be stopped."""
+        await self.train()
+        await asyncio.Event().wait()
+
+    async def train(self) -> None:
+        """Train to the end of the run and write the final weights."""
+        await self._torch.start()
+        learner, figures = await self._torch.run(self._start, self._config, self._status)
+        now_s = time.time()
+        await self._publish(await self._snapshot(learner), _Step(self._version(0), figures, now_s, now_s))
+        last = await self._steps(learner)
+        self._status.enter("saving")
+        await self._torch.run(_save, learner, self._config)
+        log.info("training_ended", step=last)
+        self._status.enter("ended")
+
+    async def _steps(self, learner: Learner) -> int:
+        """All steps; returns the last one trained."""
+        step = 0
+        async with asyncio.TaskGroup() as group:
+            publishing: asyncio.Task[None] | None = None
+            while not self._status.stop.is_set():
+                self._status.enter("waiting")
+                waited_s = time.monotonic()
+                plan = await self._next_plan(step + 1)
+                if plan is None:
+                    break
+                step += 1
+                wait_s = time.monotonic() - waited_s
+                snapshot, result, refs = await self._train(learner, plan, wait_s)
+                if publishing is not None:
+                    await publishing
+                publishing = group.create_task(self._finish(snapshot, result, refs), name=f"publish-{step}")
+                if plan.last:
+                    break
+        return step
+
+    async def _next_plan(self, step: int) -> batch_pb2.Plan | None:
+        """The plan of `step`, or None when the run is over."""
+        wait_ms = int(self._config.plan_wait_s * 1000)
+        request = batch_pb2.GetPlanRequest(incarnation=self._config.incarnation, step=step, wait_ms=wait_ms)
+        while not self._status.stop.is_set():
+            response: batch_pb2.GetPlanResponse = await self._retry(
+                lambda: self._batches.GetPlan(request, timeout=self._config.plan_wait_s + CALL_TIMEOUT_S)
+            )
+            kind = response.WhichOneof("result")
+            if kind == "plan":
+                return response.plan
+            if kind == "ended":
+                log.info("run_over", reason=response.ended.reason, next_step=step)
+                return None
+        return None
+
+    async def _train(self, learner: Learner, plan: batch_pb2.Plan, wait_s: float) -> tuple[_Snapshot, _Step, list[Any]]:
+        """Fetch and train one plan; returns the new weights, the report and the references to release."""
+        version = PolicyVersion.from_proto(plan.version)
+        refs = references(plan)
+        started_s = time.time()
+        self._status.enter("fetching")
+        fetch_started_s = time.monotonic()
+        micro_batches, lost = await self._sequences(learner, plan, refs)
+        fetch_s = time.monotonic() - fetch_started_s
+        self._status.enter("training")
+        train_started_s = time.monotonic()
+        with self._timeline.interval("train_step", step=version.step):
+            metrics = await self._torch.run(
+                learner.train,
+                micro_batches,
+                step=version.step,
+                loss_token_count=plan.loss_token_count,
+                trained=version_number(PolicyVersion(version.incarnation, version.step - 1)),
+            )
+        finished_s = time.time()
+        metrics |= {
+            "tokens": float(plan.token_count),
+            "sequences": float(sum(map(len, micro_batches))),
+            "sequences_lost": float(lost),
+            "wait_s": wait_s,
+            "fetch_s": fetch_s,
+            "train_s": time.monotonic() - train_started_s,
+            "step_s": wait_s + finished_s - started_s,
+        }
+        if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
+            log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
+        self._status.metrics = metrics
+        return await self._snapshot(learner), _Step(version, metrics, started_s, finished_s), refs
+
+    async def _sequences(
+        self, learner: Learner, plan: batch_pb2.Plan, refs: list[Any]
+    ) -> tuple[list[list[TrainSequence]], int]:
+        """The plan's sequences with their rows, and how many had lost them."""
+        parts = await self._rows.fetch(refs)
+        routes = learner.model.routes
+        shape = (routes.moe_layers, routes.top_k)
+        stitched = [[stitch(planned, parts, shape) for planned in batch.sequences] for batch in plan.micro_batches]
+        kept = [[sequence for sequence in batch if sequence is not None] for batch in stitched]
+        lost = sum(map(len, stitched)) - sum(map(len, kept))
+        if lost:
+            log.warning("sequences_lost", count=lost, step=plan.version.step)
+        return kept, lost
+
+    async def _snapshot(self, learner: Learner) -> _Snapshot:
+        """Copies of the weights, and what they say of the probe."""
+        config = self._config
+        prompts = probe_prompts(learner.model.sizes.vocab_size, config.probe_tokens, config.seed)
+        tensors = await self._torch.run(learner.export)
+        prompt, logps = await self._torch.run(choose_probe, prompts, learner.probe)
+        return _Snapshot(tensors, Probe(prompt, tuple(logps), config.probe_tolerance))
+
+    async def _finish(self, snapshot: _Snapshot, step: _Step, refs: list[Any]) -> None:
+        await self._publish(snapshot, step)
+        await self._rows.release(refs)
+
+    async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
+        """Seal the version at the broadcaster, then report its step."""
+        started_s = time.monotonic()
+        with self._timeline.interval("publish", step=step.version.step):
+            await self._retry(lambda: self._transport.publish(step.version, snapshot.tensors, snapshot.probe))
+        self._status.version = step.version
+        request = batch_pb2.ReportStepRequest(
+            request_id=request_id("step"),
+            version=step.version.to_proto(),
+            metrics={**step.metrics, "publish_s": time.monotonic() - started_s},
+            started_unix_ms=int(step.started_s * 1000),
+            finished_unix_ms=int(step.finished_s * 1000),
+        )
+        await self._retry(lambda: self._batches.ReportStep(request, timeout=CALL_TIMEOUT_S))
+        log.info("step_published", version=str(step.version), loss=step.metrics.get("loss"))
+
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call that is safe to repeat while its peer is away (starting, restarting)."""
+        deadline_s = time.monotonic() + PEER_TIMEOUT_S
+        while True:
+            try:
+                return await call()
+            except (grpc.aio.AioRpcError, SlipstreamError) as raised:
+                error = from_rpc_error(raised) if isinstance(raised, grpc.aio.AioRpcError) else raised
+                if not isinstance(error, Unreachable | Draining | DeadlineExceeded) or time.monotonic() > deadline_s:
+                    raise error from raised
+                log.info("peer_away", reason=error.reason, detail=error.message)
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _version(self, step: int) -> PolicyVersion:
+        return PolicyVersion(self._config.incarnation, step)
+
+
+def _save(learner: Learner, config: TrainerConfig) -> None:
+    """Write the final weights where a model directory can be made of them."""
+    from slipstream.models.qwen3_moe.state_dict import save_model
+
+    save_model(learner.model, config.run_dir / "checkpoints" / "final")

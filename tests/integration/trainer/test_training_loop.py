@@ -1,0 +1,346 @@
+"""The training loop over real gRPC, with a scripted orchestrator, row holders and broadcaster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
+from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
+from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.channel import open_channel
+from slipstream.common.config import ServiceConfig
+from slipstream.common.frames import encode_header, iter_data, iter_frames, raw_requests, read_header
+from slipstream.common.runtime import build_server
+from slipstream.common.version import PolicyVersion
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.model import build_model, init_weights
+from slipstream.trainer.config import OptimConfig, TrainerConfig
+from slipstream.trainer.loop import TrainingLoop
+from slipstream.trainer.rows import RowsClient
+from slipstream.trainer.servicer import TrainerServicer
+from slipstream.trainer.status import Status
+from slipstream.trainer.step import Learner
+from slipstream.trainer.torch_thread import TorchThread
+from slipstream.weights.manifest import describe_tensors
+from slipstream.weights.transport import GrpcWeightTransport
+
+SIZES = MoeConfig(
+    vocab_size=24, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, expert_dim=16, max_context_tokens=32
+)
+STEPS, SEQUENCES, PROMPT, LENGTH = 3, 4, 5, 9
+
+
+class RowHolder(rows_pb2_grpc.RowsServiceServicer):
+    """Holds rows by key; the first stream breaks off in the middle if told so."""
+
+    def __init__(self, break_once: bool = False) -> None:
+        self.rows: dict[str, tuple[int, bytes]] = {}
+        self.released: Counter[str] = Counter()
+        self.streams: list[int] = []
+        self._break = break_once
+
+    async def FetchRows(
+        self, request: rows_pb2.FetchRowsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        self.streams.append(request.offset_bytes)
+        held = [self.rows.get(ref.key) for ref in request.refs]
+        data = b"".join(rows for _, rows in filter(None, held))
+        parts = [
+            rows_pb2.RowsPart(missing=True)
+            if part is None
+            else rows_pb2.RowsPart(size_bytes=len(part[1]), first_position=part[0])
+            for part in held
+        ]
+        yield encode_header(rows_pb2.RowsHeader(parts=parts, size_bytes=len(data), crc32=zlib.crc32(data)))
+        if self._break:
+            self._break = False
+            for frame in iter_frames([data[: len(data) // 2]]):
+                yield frame
+            return
+        for frame in iter_frames([data], request.offset_bytes):
+            yield frame
+
+    async def ReleaseRows(
+        self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext
+    ) -> rows_pb2.ReleaseRowsResponse:
+        self.released.update(request.keys)
+        return rows_pb2.ReleaseRowsResponse()
+
+
+class Broadcaster(broadcast_pb2_grpc.BroadcastServiceServicer):
+    """Seals whatever comes and keeps it."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[PolicyVersion, bytearray] = {}
+        self.sealed: list[PolicyVersion] = []
+        self.probes: list[broadcast_pb2.Probe] = []
+
+    async def OpenVersion(self, request, context):
+        self.bytes[PolicyVersion.from_proto(request.version)] = bytearray()
+        return broadcast_pb2.OpenVersionResponse()
+
+    @raw_requests
+    async def PublishShard(self, request_iterator, context):
+        header = await read_header(request_iterator, broadcast_pb2.ShardHeader)
+        data = self.bytes[PolicyVersion.from_proto(header.version)]
+        async for frame in iter_data(request_iterator):
+            data += frame
+        return broadcast_pb2.PublishShardResponse(size_bytes=len(data))
+
+    async def SealVersion(self, request, context):
+        self.sealed.append(PolicyVersion.from_proto(request.version))
+        self.probes.append(request.probe)
+        manifest = broadcast_pb2.Manifest(version=request.version, probe=request.probe)
+        return broadcast_pb2.SealVersionResponse(manifest=manifest)
+
+
+class Orchestrator(batch_pb2_grpc.BatchServiceServicer):
+    """Hands out scripted plans: pending once, then the plan, and at the end "ended"."""
+
+    def __init__(self, broadcaster: Broadcaster) -> None:
+        self._broadcaster = broadcaster
+        self.plans: list[batch_pb2.Plan] = []
+        self.asked: Counter[int] = Counter()
+        self.reports: list[batch_pb2.ReportStepRequest] = []
+        self.waiting = asyncio.Event()
+
+    async def GetPlan(self, request, context):
+        self.asked[request.step] += 1
+        if request.step > len(self.plans):
+            return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
+        if self.asked[request.step] == 1:
+            return batch_pb2.GetPlanResponse(pending=batch_pb2.PlanPending())
+        return batch_pb2.GetPlanResponse(plan=self.plans[request.step - 1])
+
+    async def ReportStep(self, request, context):
+        assert PolicyVersion.from_proto(request.version) in self._broadcaster.sealed
+        self.reports.append(request)
+        return batch_pb2.ReportStepResponse()
+
+    async def ReportActivity(self, request, context):
+        return batch_pb2.ReportActivityResponse()
+
+    async def wait(self, request, context):
+        """GetPlan of a run in which nothing gets ready."""
+        self.waiting.set()
+        await asyncio.sleep(0.05)
+        return batch_pb2.GetPlanResponse(pending=batch_pb2.PlanPending())
+
+
+class World:
+    """The trainer's peers, each on a port of its own."""
+
+    def __init__(self) -> None:
+        self.broadcaster = Broadcaster()
+        self.orchestrator = Orchestrator(self.broadcaster)
+        self.runner = RowHolder(break_once=True)
+        self.workers = [RowHolder(), RowHolder()]
+        self.addresses: dict[object, str] = {}
+        self.channels: list[grpc.aio.Channel] = []
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        parts = [
+            (
+                batch_pb2_grpc.add_BatchServiceServicer_to_server,
+                self.orchestrator,
+                "slipstream.api.training.v1.BatchService",
+            ),
+            (
+                broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server,
+                self.broadcaster,
+                "slipstream.api.broadcast.v1.BroadcastService",
+            ),
+            *(
+                (rows_pb2_grpc.add_RowsServiceServicer_to_server, holder, "slipstream.api.rollout.v1.RowsService")
+                for holder in (self.runner, *self.workers)
+            ),
+        ]
+        servers = []
+        for part in parts:
+            server, port = build_server(ServiceConfig(), [part])
+            await server.start()
+            servers.append(server)
+            self.addresses[part[1]] = f"127.0.0.1:{port}"
+        try:
+            yield
+        finally:
+            for channel in self.channels:
+                await channel.close()
+            for server in servers:
+                await server.stop(grace=None)
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        self.channels.append(open_channel(address))
+        return self.channels[-1]
+
+    def ref(self, holder: RowHolder, key: str, first: int, rows: np.ndarray) -> types_pb2.RowsRef:
+        """Put rows at a holder and refer to them."""
+        holder.rows[key] = (first, rows.tobytes())
+        return types_pb2.RowsRef(
+            holder=self.addresses[holder],
+            key=key,
+            dtype=str(rows.dtype),
+            row_shape=rows.shape[1:],
+            ranges=[types_pb2.RowRange(start=first, end=first + len(rows))],
+            size_bytes=rows.nbytes,
+        )
+
+    def plan(self, step: int) -> batch_pb2.Plan:
+        """Four random rollouts sampled by the weights before `step`, routes split over prefill and decode worker."""
+        rng = np.random.default_rng(step)
+        version = types_pb2.PolicyVersion(incarnation=1, step=step - 1)
+        sequences = []
+        for index in range(SEQUENCES):
+            name = f"{step}.{index}"
+            routes = rng.random((LENGTH - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8)
+            sequences.append(
+                batch_pb2.PlannedSequence(
+                    rollout_id=name,
+                    token_count=LENGTH,
+                    advantage=(-1.0) ** index,
+                    loss_ranges=[types_pb2.RowRange(start=PROMPT, end=LENGTH)],
+                    spans=[
+                        types_pb2.VersionSpan(token_count=LENGTH - PROMPT, version=version, kv_oldest_version=version)
+                    ],
+                    token_ids=self.ref(self.runner, f"t/{name}", 0, rng.integers(0, 24, LENGTH).astype(np.int32)),
+                    logprobs=self.ref(self.runner, f"l/{name}", 0, np.full(LENGTH, -3.0, np.float32)),
+                    routes=[
+                        self.ref(self.workers[0], f"p/{name}", 0, routes[: PROMPT - 1]),
+                        self.ref(self.workers[1], f"d/{name}", PROMPT - 1, routes[PROMPT - 1 :]),
+                    ],
+                )
+            )
+        batches = [batch_pb2.MicroBatch(sequences=sequences[:3]), batch_pb2.MicroBatch(sequences=sequences[3:])]
+        return batch_pb2.Plan(
+            version=types_pb2.PolicyVersion(incarnation=1, step=step),
+            micro_batches=batches,
+            loss_token_count=SEQUENCES * (LENGTH - PROMPT),
+            token_count=SEQUENCES * LENGTH,
+            last=step == STEPS,
+        )
+
+
+def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
+    model = build_model(SIZES)
+    init_weights(model, config.seed)
+    return Learner(model, config.optim, config.loss), {"sft_accuracy": 0.4}
+
+
+@pytest.fixture
+def torch_thread() -> Iterator[TorchThread]:
+    thread = TorchThread(1)
+    yield thread
+    thread.close()
+
+
+def training_loop(world: World, config: TrainerConfig, thread: TorchThread, status: Status) -> TrainingLoop:
+    rows = RowsClient(world.channel, config.rows_timeout_s)
+    return TrainingLoop(
+        config,
+        batches=batch_pb2_grpc.BatchServiceStub(world.channel(world.addresses[world.orchestrator])),
+        transport=GrpcWeightTransport(world.channel(world.addresses[world.broadcaster])),
+        rows=rows,
+        status=status,
+        torch=thread,
+        start=start,
+    )
+
+
+async def test_each_plan_becomes_a_sealed_version_and_its_rows_are_released(tmp_path, torch_thread):
+    world, status = World(), Status()
+    config = TrainerConfig(run_dir=tmp_path, replica="trainer", optim=OptimConfig(total_steps=STEPS), rows_timeout_s=5)
+    async with world.serve():
+        world.orchestrator.plans = [world.plan(step) for step in range(1, STEPS + 1)]
+        await training_loop(world, config, torch_thread, status).train()
+
+    versions = [PolicyVersion(1, step) for step in range(STEPS + 1)]
+    assert world.broadcaster.sealed == versions
+    assert [PolicyVersion.from_proto(report.version) for report in world.orchestrator.reports] == versions
+    assert world.orchestrator.reports[0].metrics["sft_accuracy"] == pytest.approx(0.4)
+    assert len({bytes(data) for data in world.broadcaster.bytes.values()}) == STEPS + 1
+    assert all(len(probe.logprobs) == config.probe_tokens - 1 for probe in world.broadcaster.probes)
+    metrics = world.orchestrator.reports[-1].metrics
+    assert metrics["routes_unknown_fraction"] == metrics["sequences_lost"] == 0.0
+    assert metrics["loss_tokens"] == SEQUENCES * (LENGTH - PROMPT)
+    assert metrics["mismatch_kl"] > 0.0
+    # The stream that broke went on from where it was.
+    assert world.runner.streams[0] == 0
+    assert world.runner.streams[1] > 0
+    for holder in (world.runner, *world.workers):
+        assert holder.released.keys() == holder.rows.keys()
+    assert status.version == versions[-1]
+    assert status.activity == "ended"
+    lines = (tmp_path / "timeline" / "trainer.jsonl").read_text().splitlines()
+    kinds = Counter(json.loads(line)["kind"] for line in lines)
+    assert kinds == {"train_step": STEPS, "publish": STEPS + 1}
+    assert (tmp_path / "checkpoints" / "final" / "model.safetensors").exists()
+
+
+async def test_missing_routes_are_routed_live_and_lost_tokens_cost_their_sequence_alone(tmp_path, torch_thread):
+    world = World()
+    config = TrainerConfig(run_dir=tmp_path, rows_timeout_s=5)
+    async with world.serve():
+        world.orchestrator.plans = [world.plan(1)]
+        del world.workers[1].rows["d/1.0"]
+        del world.runner.rows["t/1.3"]
+        await training_loop(world, config, torch_thread, Status()).train()
+    metrics = world.orchestrator.reports[-1].metrics
+    assert metrics["sequences_lost"] == 1.0
+    assert metrics["routes_unknown_fraction"] == pytest.approx((LENGTH - PROMPT) / (3 * (LENGTH - 1)))
+
+
+async def test_the_weights_published_are_those_of_the_model(tmp_path, torch_thread):
+    world = World()
+    config = TrainerConfig(run_dir=tmp_path)
+    async with world.serve():
+        await training_loop(world, config, torch_thread, Status()).train()  # no plan: only the base model
+    learner, _ = start(config, Status())
+    _, buffers = describe_tensors(learner.export())
+    assert bytes(world.broadcaster.bytes[PolicyVersion(1, 0)]) == b"".join(bytes(buffer) for buffer in buffers)
+    probe = world.broadcaster.probes[0]
+    with torch.no_grad():
+        learner.model.routes.begin()
+        logp = torch.log_softmax(learner.model(torch.tensor([list(probe.token_ids[:-1])])), -1)[0]
+    expected = logp[torch.arange(len(probe.token_ids) - 1), torch.tensor(probe.token_ids[1:])]
+    assert list(probe.logprobs) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+async def test_stop_ends_the_loop_while_it_waits_for_a_plan(tmp_path, torch_thread):
+    world, status = World(), Status()
+    world.orchestrator.GetPlan = world.orchestrator.wait
+    async with world.serve(), serve_trainer(world, status) as stub:
+        loop = training_loop(world, TrainerConfig(run_dir=tmp_path), torch_thread, status)
+        async with asyncio.TaskGroup() as group:
+            training = group.create_task(loop.train())
+            await world.orchestrator.waiting.wait()
+            await stub.Stop(trainer_pb2.StopRequest(request_id="stop"))
+            await asyncio.wait_for(training, 5)
+        answer = await stub.GetStatus(trainer_pb2.GetStatusRequest())
+        assert (answer.activity, answer.version.incarnation, answer.version.step) == ("ended", 1, 0)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(request_id="save"))
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@asynccontextmanager
+async def serve_trainer(world: World, status: Status) -> AsyncIterator[trainer_pb2_grpc.TrainerServiceStub]:
+    add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    service = (add, TrainerServicer(status), "slipstream.api.training.v1.TrainerService")
+    server, port = build_server(ServiceConfig(), [service])
+    await server.start()
+    try:
+        yield trainer_pb2_grpc.TrainerServiceStub(world.channel(f"127.0.0.1:{port}"))
+    finally:
+        await server.stop(grace=None)
