@@ -395,6 +395,58 @@ class BroadcastStoreFull(SlipstreamError):
     reason = "BROADCAST_STORE_FULL"
 
 
+# --- Sandbox -----------------------------------------------------------------------------------------
+
+
+class SandboxUnknown(SlipstreamError):
+    """The sandbox expired, was deleted, or belonged to an executor that is gone. Create a new one."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "SANDBOX_UNKNOWN"
+
+
+class RootfsUnknown(SlipstreamError):
+    """This executor has no root file system of that name: `metadata["known"]`. GetCapacity lists them."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "ROOTFS_UNKNOWN"
+
+
+class SandboxFileUnknown(SlipstreamError):
+    """The sandbox has no file at `metadata["path"]`. Write it first."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "SANDBOX_FILE_UNKNOWN"
+
+
+class SandboxFilesFull(SlipstreamError):
+    """A sandbox holds `metadata["limit"]` `metadata["unit"]` of files at most. Write less."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "SANDBOX_FILES_FULL"
+
+
+class SandboxesFull(SlipstreamError):
+    """`metadata["limit"]` sandboxes are open. Use another executor, or wait."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "SANDBOXES_FULL"
+
+
+class SandboxQueueFull(SlipstreamError):
+    """`metadata["limit"]` programs wait already. Back off, or use another executor."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "SANDBOX_QUEUE_FULL"
+
+
+class SandboxBroken(SlipstreamError):
+    """The executor cannot make a jail on this machine. Use another; its log says why."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "SANDBOX_BROKEN"
+
+
 # --- Boundary ----------------------------------------------------------------------------------------
 
 # What a status without our ErrorInfo is taken for: it comes from grpc itself, not from a handler.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -31,9 +32,7 @@ from slipstream.common.runtime import Service, build_server, ends_on_drain
 
 ROUTER = "slipstream.api.routing.v1.RouterService"
 BROADCAST = "slipstream.api.broadcast.v1.BroadcastService"
-PLACE = routing_pb2.PlaceRequest(
-    request_id="r", group_id="g", prompt_token_count=1, sample_count=1, max_new_tokens=1
-)
+PLACE = routing_pb2.PlaceRequest(request_id="r", group_id="g", prompt_token_count=1, sample_count=1, max_new_tokens=1)
 
 VERSION = types_pb2.PolicyVersion(incarnation=1, step=2)
 FETCH = broadcast_pb2.FetchSlicesRequest(version=VERSION, offset_bytes=100)
@@ -96,6 +95,11 @@ async def running(config, *servicers):
         await service.server.stop(grace=None)
 
 
+def as_any(channel) -> Any:
+    """The stubs of health and reflection are typed for the blocking channel alone."""
+    return channel
+
+
 def router(servicer):
     return routing_pb2_grpc.add_RouterServiceServicer_to_server, servicer, ROUTER
 
@@ -119,21 +123,22 @@ async def test_a_call_with_the_runs_token_is_answered(make_config):
 
 @pytest.mark.parametrize("token", [None, "other"])
 async def test_a_call_without_the_token_is_refused_but_health_is_not(make_config, token):
-    async with running(make_config(token="secret"), router(Router())) as (_, address):
-        async with open_channel(address, token) as channel:
-            error = await raised(routing_pb2_grpc.RouterServiceStub(channel).Place(PLACE))
-            assert isinstance(error, errors.Unauthenticated)
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=ROUTER))
-            assert health.status == health_pb2.HealthCheckResponse.SERVING
-            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                [reply async for reply in reflection.ServerReflectionInfo(iter([_list_services()]))]
-            assert isinstance(errors.from_rpc_error(caught.value), errors.Unauthenticated)
+    servicers = router(Router())
+    async with running(make_config(token="secret"), servicers) as (_, address), open_channel(address, token) as channel:
+        error = await raised(routing_pb2_grpc.RouterServiceStub(channel).Place(PLACE))
+        assert isinstance(error, errors.Unauthenticated)
+        health: Any = health_pb2_grpc.HealthStub(as_any(channel))
+        reply = await health.Check(health_pb2.HealthCheckRequest(service=ROUTER))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(as_any(channel))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [reply async for reply in reflection.ServerReflectionInfo(iter([_list_services()]))]
+        assert isinstance(errors.from_rpc_error(caught.value), errors.Unauthenticated)
 
 
 async def test_reflection_lists_the_services(make_config):
     async with running(make_config(), router(Router())) as (_, address), open_channel(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(as_any(channel))
         replies = [reply async for reply in stub.ServerReflectionInfo(iter([_list_services()]))]
         names = {service.name for service in replies[0].list_services_response.service}
         assert {ROUTER, "grpc.health.v1.Health"} <= names
@@ -265,24 +270,24 @@ async def test_a_drain_refuses_new_calls_while_work_is_handed_back(make_config):
 async def test_bytes_pass_both_ways_as_frames_and_resume_from_an_offset(make_config):
     add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
     data = bytes(range(256)) * 20
-    async with running(make_config(), (add, Broadcaster(), BROADCAST)) as (_, address):
-        async with open_channel(address) as channel:
-            publish = raw_stream_unary(channel, f"/{BROADCAST}/PublishShard", broadcast_pb2.PublishShardResponse)
-            await publish(iter([encode_header(SHARD), *iter_frames([data], frame_bytes=999)]))
-            fetch = raw_unary_stream(channel, f"/{BROADCAST}/FetchSlices")
-            messages = raw_responses(fetch(FETCH))
-            header = await read_header(messages, broadcast_pb2.SlicesHeader)
-            assert header.size_bytes == len(data)
-            assert await read_all(messages, len(data) - 100) == data[100:]
+    servicers = add, Broadcaster(), BROADCAST
+    async with running(make_config(), servicers) as (_, address), open_channel(address) as channel:
+        publish = raw_stream_unary(channel, f"/{BROADCAST}/PublishShard", broadcast_pb2.PublishShardResponse)
+        await publish(iter([encode_header(SHARD), *iter_frames([data], frame_bytes=999)]))
+        fetch = raw_unary_stream(channel, f"/{BROADCAST}/FetchSlices")
+        messages = raw_responses(fetch(FETCH))
+        header = await read_header(messages, broadcast_pb2.SlicesHeader)
+        assert header.size_bytes == len(data)
+        assert await read_all(messages, len(data) - 100) == data[100:]
 
 
 async def test_a_stream_without_its_header_is_refused(make_config):
     add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
-    async with running(make_config(), (add, Broadcaster(), BROADCAST)) as (_, address):
-        async with open_channel(address) as channel:
-            publish = raw_stream_unary(channel, f"/{BROADCAST}/PublishShard", broadcast_pb2.PublishShardResponse)
-            error = await raised(publish(iter_frames([b"data"])))
-            assert isinstance(error, errors.FrameInvalid)
+    servicers = add, Broadcaster(), BROADCAST
+    async with running(make_config(), servicers) as (_, address), open_channel(address) as channel:
+        publish = raw_stream_unary(channel, f"/{BROADCAST}/PublishShard", broadcast_pb2.PublishShardResponse)
+        error = await raised(publish(iter_frames([b"data"])))
+        assert isinstance(error, errors.FrameInvalid)
 
 
 async def test_a_taken_port_is_an_error(make_config):

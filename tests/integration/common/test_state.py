@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 
 import pytest
@@ -14,17 +13,21 @@ from slipstream.common.version import UNSET, PolicyVersion
 
 
 @pytest.fixture
-async def state(valkey_url, tmp_path):
-    async with contextlib.aclosing(_Closing(State(valkey_url, tmp_path.name))) as closing:
-        yield closing.state
+async def connect(valkey_url):
+    states = []
+
+    def connect(run_id):
+        states.append(State(valkey_url, run_id))
+        return states[-1]
+
+    yield connect
+    for state in states:
+        await state.close()
 
 
-class _Closing:
-    def __init__(self, state):
-        self.state = state
-
-    async def aclose(self):
-        await self.state.close()
+@pytest.fixture
+def state(connect, tmp_path):
+    return connect(tmp_path.name)
 
 
 async def test_a_version_moves_forward_only(state):
@@ -76,11 +79,9 @@ async def test_plain_values_expire(state):
     assert await state.get("dispatch/g1") is None
 
 
-async def test_runs_on_one_server_do_not_see_each_other(valkey_url):
-    async with contextlib.aclosing(_Closing(State(valkey_url, "a"))) as a:
-        async with contextlib.aclosing(_Closing(State(valkey_url, "b"))) as b:
-            await a.state.advance(PUBLISHED, PolicyVersion(1, 1))
-            assert await b.state.version(PUBLISHED) == UNSET
+async def test_runs_on_one_server_do_not_see_each_other(connect):
+    await connect("a").advance(PUBLISHED, PolicyVersion(1, 1))
+    assert await connect("b").version(PUBLISHED) == UNSET
 
 
 async def test_a_server_that_is_away_is_said_at_once_and_used_again_when_back(own_valkey):
