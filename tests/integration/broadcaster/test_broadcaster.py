@@ -1,0 +1,243 @@
+"""Publish, seal, follow, fetch, prune: over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import numpy as np
+import pytest
+
+from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
+from slipstream.broadcaster.config import BroadcasterConfig
+from slipstream.broadcaster.publications import Publications
+from slipstream.broadcaster.servicer import BroadcastServicer
+from slipstream.broadcaster.store import VersionStore
+from slipstream.common import errors
+from slipstream.common.channel import open_channel
+from slipstream.common.runtime import build_server
+from slipstream.common.state import PUBLISHED, SERVING, State
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.weights.manifest import Probe, describe_tensors
+from slipstream.weights.transport import GrpcWeightTransport
+
+SERVICE = "slipstream.api.broadcast.v1.BroadcastService"
+PROBE = Probe((1, 2, 3), (-0.5, -0.25), 0.001)
+V = [PolicyVersion(1, step) for step in range(8)]
+
+
+def weights(seed: int, rows: int = 400) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {f"layer.{i}.weight": random.standard_normal((rows, 1000), dtype=np.float32) for i in range(2)}
+
+
+class SharedState:
+    """Redis as the broadcaster sees it; it can be away."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, PolicyVersion] = {}
+        self.away = False
+
+    async def advance(self, key: str, version: PolicyVersion) -> bool:
+        self._check()
+        self.versions[key] = max(version, self.versions.get(key, UNSET))
+        return self.versions[key] == version
+
+    async def version(self, key: str) -> PolicyVersion:
+        self._check()
+        return self.versions.get(key, UNSET)
+
+    def _check(self) -> None:
+        if self.away:
+            raise errors.StateUnavailable("away")
+
+
+class Broadcaster:
+    """One running broadcaster over a directory; `restart` gives a new one over the same."""
+
+    def __init__(self, config: BroadcasterConfig, state: SharedState) -> None:
+        self.config = config
+        self.state = state
+
+    async def start(self) -> None:
+        self.store = VersionStore(self.config.run_dir / "versions", self.config.max_store_bytes)
+        self.publications = Publications(self.store, self.state, self.config.keep_version_count, 60.0)
+        servicer = BroadcastServicer(self.store, self.publications)
+        add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
+        self.server, port = build_server(self.config, [(add, servicer, SERVICE)])
+        await self.server.start()
+        self.channel = open_channel(f"127.0.0.1:{port}")
+        self.transport = GrpcWeightTransport(self.channel, timeout_s=10)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.server.stop(None)
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+
+@pytest.fixture
+async def broadcaster(make_config) -> AsyncIterator[Broadcaster]:
+    running = Broadcaster(make_config(BroadcasterConfig, max_store_bytes=40_000_000), SharedState())
+    await running.start()
+    yield running
+    await running.stop()
+
+
+async def test_what_is_published_is_fetched(broadcaster):
+    tensors = weights(0)
+    manifest = await broadcaster.transport.publish(V[1], tensors, PROBE)
+    assert manifest == await broadcaster.transport.manifest()
+    assert manifest.probe is not None
+    assert manifest.probe.token_ids == PROBE.token_ids
+    fetched = await broadcaster.transport.fetch(manifest)
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(fetched[name], values)
+
+
+async def test_a_repeated_publication_answers_the_same_and_another_one_is_refused(broadcaster):
+    first = await broadcaster.transport.publish(V[1], weights(0), PROBE)
+    assert await broadcaster.transport.publish(V[1], weights(0), PROBE) == first
+    with pytest.raises(errors.VersionSealed):
+        await broadcaster.transport.publish(V[1], weights(1), PROBE)
+    with pytest.raises(errors.VersionNotNewer):
+        await broadcaster.transport.publish(V[0], weights(1), PROBE)
+    assert await broadcaster.transport.manifest(V[1]) == first
+
+
+async def test_an_unsealed_version_is_invisible(broadcaster):
+    transport = broadcaster.transport
+    slices, buffers = describe_tensors(weights(0))
+    with pytest.raises(errors.VersionNotOpen):
+        await transport.publish_shard(V[1], slices, buffers)
+    await transport.open_version(V[1], rank_count=2)
+    await transport.publish_shard(V[1], slices[:1], buffers[:1], rank=0)
+    with pytest.raises(errors.ShardsMissing) as missing:
+        await transport.seal_version(V[1], PROBE)
+    assert missing.value.metadata["missing_ranks"] == "1"
+    with pytest.raises(errors.WeightVersionUnknown):
+        await transport.manifest(V[1])
+    with pytest.raises(errors.WeightVersionUnknown):
+        await transport.manifest()
+    await transport.publish_shard(V[1], slices[1:], buffers[1:], rank=1)
+    await transport.seal_version(V[1], PROBE)
+    assert len((await transport.fetch(await transport.manifest(V[1])))) == 2
+
+
+async def test_bytes_that_do_not_match_their_header_are_not_taken(broadcaster):
+    transport = broadcaster.transport
+    slices, buffers = describe_tensors(weights(0))
+    await transport.open_version(V[1])
+    flipped = bytearray(buffers[1])
+    flipped[-1] ^= 1
+    for wrong in [buffers[0], flipped], [buffers[1], buffers[0]], [*buffers, b"x"], buffers[:1]:
+        with pytest.raises(errors.WeightsCorrupt):
+            await transport.publish_shard(V[1], slices, wrong)
+    with pytest.raises(errors.ShardsMissing):
+        await transport.seal_version(V[1], PROBE)
+
+
+async def test_followers_hear_of_each_new_version(broadcaster):
+    heard: asyncio.Queue[PolicyVersion] = asyncio.Queue()
+
+    async def follow() -> None:
+        async for version in broadcaster.transport.watch(None):
+            heard.put_nowait(version)
+
+    async with asyncio.TaskGroup() as group:
+        follower = group.create_task(follow())
+        for version in V[1:3]:
+            await broadcaster.transport.publish(version, weights(version.step, 10), PROBE)
+            assert await asyncio.wait_for(heard.get(), 5) == version
+        follower.cancel()
+    # A late one begins with the newest.
+    late = broadcaster.transport.watch(V[0])
+    assert await anext(late) == V[2]
+    await late.aclose()
+
+
+async def test_a_broken_stream_resumes_from_its_offset(broadcaster):
+    tensors = weights(3)
+    manifest = await broadcaster.transport.publish(V[1], tensors, PROBE)
+    stub = broadcast_pb2_grpc.BroadcastServiceStub(broadcaster.channel)
+    request = broadcast_pb2.FetchSlicesRequest(version=V[1].to_proto(), slice_indexes=[1, 0])
+    whole = [message async for message in stub.FetchSlices(request)]
+    assert whole[0].header.size_bytes == manifest.size_bytes
+    data = b"".join(message.data for message in whole[1:])
+    assert data == tensors["layer.1.weight"].tobytes() + tensors["layer.0.weight"].tobytes()
+    for offset in (0, 1, 1_600_000, 2_000_001, len(data)):
+        request.offset_bytes = offset
+        rest = [message async for message in stub.FetchSlices(request)]
+        assert b"".join(message.data for message in rest) == data[offset:]
+    request.offset_bytes = len(data) + 1
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        [message async for message in stub.FetchSlices(request)]
+    assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_a_restarted_broadcaster_serves_what_was_sealed_and_nothing_else(broadcaster):
+    tensors = weights(0)
+    manifest = await broadcaster.transport.publish(V[1], tensors, PROBE)
+    await broadcaster.transport.open_version(V[2])
+    await broadcaster.restart()
+    assert await broadcaster.transport.manifest() == manifest
+    fetched = await broadcaster.transport.fetch(manifest)
+    np.testing.assert_array_equal(fetched["layer.0.weight"], tensors["layer.0.weight"])
+    with pytest.raises(errors.VersionNotOpen):
+        await broadcaster.transport.seal_version(V[2], PROBE)
+    await broadcaster.transport.publish(V[2], tensors, PROBE)
+
+
+async def test_the_files_are_safetensors(broadcaster):
+    from safetensors.numpy import load_file
+
+    tensors = weights(0)
+    await broadcaster.transport.publish(V[1], tensors, PROBE)
+    loaded = load_file(broadcaster.config.run_dir / "versions" / "1.1" / "rank-00000.safetensors")
+    np.testing.assert_array_equal(loaded["layer.1.weight"], tensors["layer.1.weight"])
+
+
+async def test_pruning_keeps_the_newest_the_served_and_what_is_read(broadcaster):
+    publications, store, state = broadcaster.publications, broadcaster.store, broadcaster.state
+    for version in V[1:7]:
+        await broadcaster.transport.publish(version, weights(version.step, 10), PROBE)
+    state.away = True
+    assert await publications.prune() == []  # what is served is not known
+    state.away = False
+    state.versions[SERVING] = V[2]
+    with store.reading(V[1]):
+        assert await publications.prune() == [V[3]]
+        assert store.versions == [V[1], V[2], V[4], V[5], V[6]]
+    assert await publications.prune() == [V[1]]
+    state.versions[SERVING] = V[6]
+    assert await publications.prune() == [V[2]]
+    with pytest.raises(errors.WeightVersionUnknown):
+        await broadcaster.transport.manifest(V[2])
+    assert sorted(path.name for path in (broadcaster.config.run_dir / "versions").iterdir()) == ["1.4", "1.5", "1.6"]
+
+
+async def test_a_full_store_refuses_until_it_is_pruned(broadcaster):
+    for version in V[1:5]:
+        await broadcaster.transport.publish(version, weights(version.step, 1200), PROBE)
+    with pytest.raises(errors.BroadcastStoreFull):
+        await broadcaster.transport.publish(V[5], weights(5, 1200), PROBE)
+    await broadcaster.publications.prune()
+    await broadcaster.transport.publish(V[5], weights(5, 1200), PROBE)
+
+
+async def test_published_reaches_redis_also_when_redis_lost_it(broadcaster, valkey_url):
+    state = State(valkey_url, broadcaster.config.run_id)
+    publications = Publications(broadcaster.store, state, 3, 60.0)
+    await broadcaster.transport.publish(V[1], weights(0, 10), PROBE)
+    async with asyncio.TaskGroup() as group:
+        mirror = group.create_task(publications.mirror())
+        for _ in range(2):
+            async with asyncio.timeout(5):
+                while await state.version(PUBLISHED) != V[1]:  # noqa: ASYNC110 another client writes it
+                    await asyncio.sleep(0.02)
+            await state.delete(PUBLISHED)
+        mirror.cancel()
+    await state.close()
