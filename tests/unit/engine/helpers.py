@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import DecodeRequest, PrefillRequest, SampleChunk, Sampling
+from slipstream.engine.base import DecodeRequest, KvPayload, PrefillRequest, SampleChunk, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.models.qwen3_moe.config import MoeConfig
@@ -50,15 +52,23 @@ def greedy(model: MoeModel, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def decode_request(request_id: str = "d", samples: int = 1, salt: str = "s", **fields) -> DecodeRequest:
-    sampling = {
-        "max_new_tokens": 8,
-        "seed": 7,
-        **{k: fields.pop(k) for k in list(fields) if hasattr(Sampling, k) or k == "max_new_tokens"},
-    }
-    prompt = fields.pop("prompt", PROMPT)
+def decode_request(
+    request_id: str = "d",
+    samples: int = 1,
+    salt: str = "s",
+    prompt: list[int] = PROMPT,
+    kv: KvPayload | None = None,
+    **sampling: Any,
+) -> DecodeRequest:
     ids = tuple(f"{request_id}/{index}" for index in range(samples))
-    return DecodeRequest(request_id, prompt, salt, ids, Sampling(**sampling), **fields)
+    return DecodeRequest(request_id, prompt, salt, ids, Sampling(**{"max_new_tokens": 8, "seed": 7, **sampling}), kv)
+
+
+async def freed(engine: EmbeddedEngine) -> None:
+    """Return when no block is held: releases reach the engine's thread at its next step."""
+    await engine.checksums(lambda name, array: 0)
+    assert engine.load().blocks_used == 0
+    engine._core.blocks.check()
 
 
 def prefill_request(request_id: str = "p", prompt: list[int] = PROMPT, salt: str = "s") -> PrefillRequest:

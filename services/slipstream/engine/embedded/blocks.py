@@ -1,8 +1,8 @@
 """Block pool: reference counts, free list and prefix cache of one engine. Knows nothing of tensors.
 
-A block is *held* (reference count above 0), *cached* (count 0, but its hash is known, so a later prompt may hit it) or
-*free*. Cached blocks are given up in least-recently-used order when the free list is empty; that bounds the cache by the
-pool. Only full blocks that were registered under a hash are cached.
+A block is *held* (reference count above 0), *cached* (count 0, but its hash is known, so that a later prompt may hit
+it) or *free*. Cached blocks are given up in least-recently-used order when the free list is empty; that bounds the
+cache by the pool. Only full blocks that were registered under a hash are cached.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class BlockPool:
         if self._events_lost:
             self._events_lost = False
             self._events.clear()
-            return [KvEvent("cleared"), KvEvent("stored", tuple(list(self._block_of)))]
+            return [KvEvent("cleared"), KvEvent("stored", tuple(self._block_of))]
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -117,10 +117,11 @@ class BlockPool:
         held = {block for block, count in enumerate(self.references) if count > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (held & free) and not (held & cached) and not (free & cached), "a block is in two states"
+        assert not (held & free) | (held & cached) | (free & cached), "a block is in two states"
         assert len(held) + len(free) + len(cached) == self.block_count, "a block was lost"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables differ"
-        assert cached <= self._hash_of.keys() and not (free & self._hash_of.keys()), "cached without a hash"
+        assert cached <= self._hash_of.keys(), "a block is cached without a hash"
+        assert not free & self._hash_of.keys(), "a free block has a hash"
 
     def _emit(self, event: KvEvent) -> None:
         if len(self._events) >= EVENT_LIMIT:  # nobody drains: the next drain starts over

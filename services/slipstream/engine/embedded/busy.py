@@ -31,10 +31,10 @@ class BusyLog:
     def drain(self, now_s: float) -> list[BusyInterval]:
         """Intervals that no later step can extend."""
         for kind, current in list(self._open.items()):
-            if now_s - current.end_s > LONGEST_S:  # idle since: close it, unless the engine's thread just did
-                if self._open.get(kind) is current:
-                    del self._open[kind]
-                    self._done.append(current)
+            # Idle since: close it, unless the engine's thread did just now.
+            if now_s - current.end_s > LONGEST_S and self._open.get(kind) is current:
+                del self._open[kind]
+                self._done.append(current)
         intervals = []
         while self._done:
             intervals.append(self._done.popleft())

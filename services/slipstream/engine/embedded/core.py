@@ -101,8 +101,9 @@ class EngineCore:
         self.config = config
         self.version: PolicyVersion | None = None
         self.model: MoeModel = build_model(sizes, PagedAttention.Config()).eval().requires_grad_(False)
-        for index, layer in enumerate(self.model.layers.values()):
-            layer.attention.inner_attention.layer = index  # pyright: ignore[reportAttributeAccessIssue]
+        layers: Any = self.model.layers.values()
+        for index, layer in enumerate(layers):
+            layer.attention.inner_attention.layer = index
         self.weights = LiveWeights(self.model)
         self.blocks_a_table = -(-sizes.max_context_tokens // config.block_size_tokens)
         self.blocks = BlockPool(config.block_count)
@@ -292,8 +293,8 @@ class EngineCore:
 
     def _admit_samples(self) -> None:
         """Give rows and blocks to samples of started requests, in order, as far as both go."""
-        assert self.version is not None or not self.partial
         while self.partial:
+            assert self.version is not None
             active = self.partial[0]
             request, size = active.request, self.config.block_size_tokens
             prompt, own = len(request.token_ids) - 1, self._own_blocks(active.request)

@@ -15,8 +15,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -119,7 +119,8 @@ class EmbeddedEngine:
         except Exception as failure:  # ends the engine; `wait` and every caller get it
             error = failure
         finally:
-            self._loop.call_soon_threadsafe(self._finish, error)
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._finish, error)
 
     def _work(self) -> None:
         core, runnable = self._core, False
@@ -160,7 +161,7 @@ class EmbeddedEngine:
         return future.result()
 
     def _deliver(self, replies: list[Reply], outputs: list[Output]) -> None:
-        """On the event loop: hand out what a step produced. Routes first, so that they are there with the last chunk."""
+        """On the event loop: hand out what a step produced; a sample's routes come before its last chunk."""
         for output in outputs:
             if isinstance(output, RouteRows):
                 self._routes.put(output.key, output.rows, output.first_position)
@@ -228,7 +229,7 @@ class EmbeddedEngine:
             version=transfer.result.version,
             oldest_version=transfer.result.kv_oldest_version,
         )
-        return KvPayload(header, memoryview(kv.astype("<f4", copy=False)).cast("B") if count else b"")
+        return KvPayload(header, kv.astype("<f4", copy=False).data.cast("B") if count else b"")
 
     def release_kv(self, transfer_id: str) -> bool:
         entry = self._transfers.pop(transfer_id, None)
@@ -241,13 +242,15 @@ class EmbeddedEngine:
 
     # --- Decode --------------------------------------------------------------------------------------
 
-    async def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[SampleChunk]:
+    async def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
         async with aclosing(self.decode_batches(request, flush_s)) as batches:
             async for chunks in batches:
                 for chunk in chunks:
                     yield chunk
 
-    async def decode_batches(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[list[SampleChunk]]:
+    async def decode_batches(
+        self, request: DecodeRequest, flush_s: float = 1.0
+    ) -> AsyncGenerator[list[SampleChunk], None]:
         self._check_decode(request)
         stream = self._streams[request.request_id] = asyncio.Queue()
         self._post(lambda: self._core.add_decode(request, flush_s))

@@ -1,9 +1,9 @@
 """The paged KV pool, the expert routes of the same positions, and the model's attention node over them.
 
-One tensor holds all KV, `[layers, 2, blocks, block_size, kv_heads, head_dim]`; a *slot* is a position in it, `block *
-block_size + offset`. In every step each layer first writes the keys and values of the new tokens into their slots, then
-gathers whole blocks by the block tables into a padded batch and attends there. Expert ids of every computed position are
-kept in slots beside the KV, so that a prefix-cache hit brings its routes along.
+One tensor holds all KV, `[layers, 2, blocks, block_size, kv_heads, head_dim]`; a *slot* is a position in it,
+`block * block_size + offset`. In every step each layer first writes the keys and values of the new tokens into their
+slots, then gathers whole blocks by the block tables into a padded batch and attends there. Expert ids of every computed
+position are kept in slots beside the KV, so that a prefix-cache hit brings its routes along.
 
 The last block of the pool's tensor belongs to nobody: tables are padded with it.
 

@@ -32,7 +32,7 @@ class RouteStore:
         if key not in self._rows:
             raise RoutesUnknown(f"no routes under {key!r}", key=key)
         rows, first_position = self._rows[key]
-        return memoryview(rows), first_position
+        return rows.data, first_position
 
     def release(self, key: str) -> bool:
         """Drop a key's rows; False if there are none."""

@@ -47,10 +47,7 @@ class Rope(CosSinRoPE):
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate query and key `[B, L, N, H]`; `positions` is `[1, L]`, `[B, L]`, or None for 0 to L-1."""
-        if positions is None:
-            table = self.cache[: query.shape[1]].unsqueeze(0)
-        else:
-            table = self.cache[positions]
+        table = self.cache[: query.shape[1]].unsqueeze(0) if positions is None else self.cache[positions]
         return self.apply_rotary_emb(query, key, table.unsqueeze(2))
 
 
