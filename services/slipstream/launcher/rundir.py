@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from slipstream.common.auth import write_token
 
 SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
 MAX_NAME_ATTEMPTS = 10_000
@@ -84,13 +85,6 @@ def _make_unique(directory: Path, name: str) -> Path:
             continue
         return path
     raise RunDirError(f"{directory} already holds {MAX_NAME_ATTEMPTS} runs called {name}")
-
-
-def write_token(path: Path) -> None:
-    """Write 32 random bytes as hex, readable by the owner only from the first moment on."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as token:
-        token.write(secrets.token_hex(32))
 
 
 class RunLock:

@@ -1,0 +1,127 @@
+"""The `slipstream` command.
+
+slipstream rl @ examples/demo.toml --run.seed 1
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from slipstream.common.config import ConfigError
+from slipstream.launcher.rundir import RunDirError, find_run
+
+USAGE = """\
+usage: slipstream COMMAND
+
+  rl @ FILE.toml [--section.field=VALUE]...   run everything: warm-up, evaluation, reinforcement learning, report
+  up @ FILE.toml [--section.field=VALUE]...   the same, but stay up after the end, until stopped
+  sft @ FILE.toml [--section.field=VALUE]...  the supervised warm-up alone; leaves runs/NAME/model
+  status [RUN]                                show each service of a run, its version and its load
+  stop [RUN]                                  end a run and wait until nothing of it is left
+  report [RUN]                                make report.json and report.html of a run again
+  --version                                   print the version
+
+RUN is a name in runs/ or a path; without it, the newest run is meant. `rl`, `up` and `sft` also take
+--dry-run, which prints the resolved configuration, and --help, which explains every field.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; exits with 2 and one line when it cannot be understood."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        sys.exit(0 if arguments else 2)
+    command, rest = arguments[0], arguments[1:]
+    run_command = COMMANDS.get(command)
+    if run_command is None:
+        _fail(f"unknown command {command!r}; one of {', '.join(name for name in COMMANDS if name[0] != '-')}")
+    try:
+        sys.exit(run_command(rest))
+    except (ConfigError, RunDirError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# What a command needs is imported when it runs, so that `slipstream status` does not wait for the rest.
+
+
+def _rl(arguments: list[str]) -> int:
+    from slipstream.launcher.rl import run_rl
+
+    return run_rl(arguments, stay_up=False)
+
+
+def _up(arguments: list[str]) -> int:
+    from slipstream.launcher.rl import run_rl
+
+    return run_rl(arguments, stay_up=True)
+
+
+def _sft(arguments: list[str]) -> int:
+    from slipstream.launcher.sft import run_sft
+
+    return run_sft(arguments)
+
+
+def _status(arguments: list[str]) -> int:
+    import asyncio
+
+    from slipstream.launcher.status import print_status, read_status
+
+    run = find_run(_reference("status", arguments))
+    rows = asyncio.run(read_status(run))
+    print_status(run, rows)
+    return 0 if all(row.health != "away" for row in rows) else 1
+
+
+def _stop(arguments: list[str]) -> int:
+    from slipstream.launcher.stop import stop_run
+
+    return stop_run(find_run(_reference("stop", arguments), running=not arguments))
+
+
+def _report(arguments: list[str]) -> int:
+    from slipstream.launcher.report import write_report
+
+    print(shown(write_report(find_run(_reference("report", arguments)))))
+    return 0
+
+
+def _version(arguments: list[str]) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print(f"slipstream {version('slipstream')}")
+    except PackageNotFoundError:
+        print("slipstream (not installed)")
+    return 0
+
+
+def _reference(command: str, arguments: list[str]) -> str | None:
+    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+        raise ConfigError(f"usage: slipstream {command} [RUN]")
+    return arguments[0] if arguments else None
+
+
+def shown(path: Path) -> str:
+    """The path as a person would type it from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "rl": _rl,
+    "up": _up,
+    "sft": _sft,
+    "status": _status,
+    "stop": _stop,
+    "report": _report,
+    "--version": _version,
+}

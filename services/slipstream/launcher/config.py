@@ -1,0 +1,156 @@
+"""The one file that a run is started from. Imports no torch.
+
+    slipstream rl @ examples/demo.toml --trainer.optim.lr 1e-3 --dry-run
+
+Each service's section is that service's own configuration without what the launcher fills in: addresses,
+paths, the token, and values that several services must agree on, which have a section of their own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, create_model
+
+from slipstream.broadcaster.config import BroadcasterConfig
+from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.decode.config import DecodeConfig
+from slipstream.environments.config import EnvironmentConfig
+from slipstream.orchestrator.config import OrchestratorConfig
+from slipstream.prefill.config import PrefillConfig
+from slipstream.router.config import RouterConfig
+from slipstream.runner.config import RunnerConfig
+from slipstream.sandbox.config import SandboxConfig
+from slipstream.trainer.config import ModelConfig, OptimConfig, SftConfig, TrainerConfig
+
+SERVICES: dict[str, type[ServiceConfig]] = {
+    "orchestrator": OrchestratorConfig,
+    "broadcaster": BroadcasterConfig,
+    "router": RouterConfig,
+    "sandbox": SandboxConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "runner": RunnerConfig,
+    "trainer": TrainerConfig,
+}
+"""Every service of a run, in the order in which they are started."""
+
+REPLICATED = {"prefill": 1, "decode": 2, "runner": 1}
+"""Services that can run several times, and how often they do unless told."""
+
+FILLED = frozenset(
+    {
+        *ServiceConfig.model_fields,
+        *SERVICES,  # a field called after a service takes its address
+        *(f"{service}_address" for service in SERVICES),
+        *("prefill_workers", "decode_workers", "workers", "environments", "model", "sft", "model_dir"),
+        *("evaluate_before", "evaluate_after", "block_size_tokens"),
+    }
+)
+"""Fields of services that the launcher fills in; no section of a service has them."""
+
+
+class RunSection(BaseConfig):
+    """The run as a whole."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    """Name of its directory; a number is added when it is taken."""
+
+    directory: Path = Path("runs")
+    """Where run directories are made."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything random."""
+
+
+class LauncherSection(BaseConfig):
+    """How the processes are kept."""
+
+    restart: Literal["never", "on_failure"] = "never"
+    """What the death of a service means: the end of the run, or a restart. Valkey always restarts."""
+
+    restart_budget: int = Field(default=5, ge=0)
+    """Restarts of one service before the run ends after all."""
+
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    """Time until every service answers health checks; then the run ends."""
+
+    stop_timeout_s: float = Field(default=20.0, ge=1.0)
+    """Time in which everything ends: what has not drained after 70 % of it is killed."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Level of every service's log."""
+
+
+class EvaluationSection(BaseConfig):
+    """Held-out problems, asked greedily through the same router, prefill and decode workers."""
+
+    before: bool = True
+    """Ask before the first training step."""
+
+    after: bool = True
+    """Ask after the last training step."""
+
+
+class _Made(BaseConfig):
+    """Base of classes made at run time: they have no source in which pydantic could look for docstrings."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
+def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig]:
+    """A service's configuration without what is filled in."""
+    fields = _fields_of(config_class, FILLED)
+    if service == "trainer":  # its decay ends where the run ends
+        optim = create_model("OptimSection", __base__=_Made, **_fields_of(OptimConfig, {"total_steps"}))
+        fields["optim"] = (optim, optim())
+    if service in REPLICATED:
+        replicas = Field(default=REPLICATED[service], ge=1, le=64, description="Processes of this service.")
+        fields["replicas"] = (int, replicas)
+    return create_model(f"{service.capitalize()}Section", __base__=_Made, __doc__=config_class.__doc__, **fields)
+
+
+def _fields_of(config_class: type[BaseConfig], left_out: Set[str]) -> dict[str, Any]:
+    return {
+        name: (field.annotation, deepcopy(field))
+        for name, field in config_class.model_fields.items()
+        if name not in left_out
+    }
+
+
+class RunConfig(BaseConfig):
+    """Everything that a run is made from."""
+
+    run: RunSection = RunSection()
+    launcher: LauncherSection = LauncherSection()
+    model: ModelConfig = ModelConfig()
+    sft: SftConfig = SftConfig()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    environments: list[EnvironmentConfig] = Field(min_length=1)
+    """The mixture of tasks. Accuracy before and after, without a name, speaks of the first."""
+
+    def section(self, service: str) -> BaseConfig:
+        return getattr(self, service)
+
+    def replicas(self, service: str) -> int:
+        return getattr(self.section(service), "replicas", 1)
+
+
+class _MadeRunConfig(RunConfig, _Made):
+    pass
+
+
+def _run_config() -> type[RunConfig]:
+    sections: dict[str, Any] = {}
+    for service, config_class in SERVICES.items():
+        section = _section(service, config_class)
+        sections[service] = (section, section())
+    return create_model("RunConfig", __base__=_MadeRunConfig, __doc__=RunConfig.__doc__, **sections)
+
+
+RUN_CONFIG = _run_config()
+"""The same with a section for each service. These only exist at run time, hence `section`."""

@@ -1,0 +1,109 @@
+"""What a run looks like while it goes on: what is done, how well, how long it will take."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+import structlog
+
+from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
+from slipstream.launcher.session import RunFailedError
+
+log = structlog.get_logger()
+
+ENDED = (run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_STOPPED)
+PHASE_NAMES = {
+    "starting": "starting",
+    "warm_up": "supervised warm-up",
+    "evaluating_before": "evaluating before",
+    "training": "training",
+    "evaluating_after": "evaluating after",
+    "ended": "ended",
+}
+RETRY_S = 0.5
+SILENCE_TIMEOUT_S = 10.0
+
+
+async def watch_run(channel: grpc.aio.Channel, on_run: Callable[[run_pb2.Run], None]) -> run_pb2.Run:
+    """Follow the run until it has ended, over restarts of the orchestrator; raises `RunFailedError`."""
+    stub = run_pb2_grpc.RunServiceStub(channel)
+    while True:
+        try:
+            async for response in stub.WatchRun(run_pb2.WatchRunRequest(max_per_second=2), wait_for_ready=True):
+                on_run(response.run)
+                if response.run.state == run_pb2.RUN_STATE_FAILED:
+                    raise RunFailedError(response.run.reason or "the run failed")
+                if response.run.state in ENDED:
+                    return response.run
+        except grpc.aio.AioRpcError as error:
+            # Whether the orchestrator may be away is the supervisor's to judge, not ours.
+            log.debug("watch_run_interrupted", code=error.code().name)
+        await asyncio.sleep(RETRY_S)
+
+
+class TimeLeft:
+    """Estimates the rest of the run from the phases seen so far."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._phase = ""
+        self._begun_s = 0.0
+        self._begun_fraction = 0.0
+        self._evaluation_s = 0.0
+
+    def update(self, run: run_pb2.Run) -> float | None:
+        """Seconds left, or None while nothing is known: before training, and at the start of a phase."""
+        now_s, fraction = self._clock(), run.phase_fraction_done
+        if run.phase != self._phase:
+            if self._phase == "evaluating_before":
+                self._evaluation_s = now_s - self._begun_s  # the one at the end asks as many problems
+            self._phase, self._begun_s, self._begun_fraction = run.phase, now_s, fraction
+        done = fraction - self._begun_fraction
+        if run.phase == "ended":
+            return 0.0
+        if run.phase not in ("training", "evaluating_after") or done < 0.02:
+            return None
+        left_s = (now_s - self._begun_s) / done * (1 - fraction)
+        return left_s + (self._evaluation_s if run.phase == "training" else 0.0)
+
+
+def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
+    """Name and value of what is worth showing now."""
+    metrics = run.metrics
+    shown = [("phase", PHASE_NAMES.get(run.phase, run.phase) + (" (paused)" if paused(run) else ""))]
+    if run.phase == "training":
+        shown.append(("step", f"{run.step}/{run.total_steps}"))
+    else:
+        shown.append(("done", f"{100 * run.phase_fraction_done:.0f} %"))
+    if "reward_mean" in metrics:
+        shown.append(("reward", f"{metrics['reward_mean']:.2f}"))
+    if "lag_mean" in metrics:
+        shown.append(("lag", f"{metrics['lag_mean']:.1f}"))
+    if "tokens_per_s" in metrics:
+        shown.append(("tokens/s", f"{metrics['tokens_per_s']:.0f}"))
+    shown.append(("left", "–" if left_s is None else duration(left_s)))
+    return shown
+
+
+def paused(run: run_pb2.Run) -> bool:
+    return run.state == run_pb2.RUN_STATE_PAUSED
+
+
+def outcome(run: run_pb2.Run) -> str:
+    """Accuracy of each environment before and after, as far as measured."""
+    found: dict[str, dict[str, float]] = {}
+    for result in run.accuracies:
+        found.setdefault(result.environment, {})[result.evaluation] = result.accuracy
+    return ", ".join(f"{name} {_percent(each, 'before')} -> {_percent(each, 'after')}" for name, each in found.items())
+
+
+def _percent(accuracies: dict[str, float], name: str) -> str:
+    return f"{100 * accuracies[name]:.1f} %" if name in accuracies else "not measured"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

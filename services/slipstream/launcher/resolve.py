@@ -1,0 +1,121 @@
+"""From the one configuration of a run to one for each process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from slipstream.common.config import ConfigError, ServiceConfig
+from slipstream.launcher.config import FILLED, REPLICATED, SERVICES, RunConfig
+from slipstream.launcher.ports import LOOPBACK, port_of
+from slipstream.launcher.rundir import RunDir
+from slipstream.launcher.services import service_of
+from slipstream.orchestrator.config import EnvironmentConfig as SequencedConfig
+
+MAX_DRAIN_S = 10.0
+DRAIN_FRACTION = 0.5
+"""Part of the stop timeout that a service may drain for; it is killed some seconds later."""
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def replicas_of(config: RunConfig) -> list[str]:
+    """Names of all services' processes: `router`, but `decode-1` where there can be several."""
+    names: list[str] = []
+    for service in SERVICES:
+        count = config.replicas(service)
+        names += [f"{service}-{n}" for n in range(1, count + 1)] if service in REPLICATED else [service]
+    return names
+
+
+def resolve(
+    config: RunConfig, run: RunDir, endpoints: Mapping[str, str], *, redis_url: str
+) -> dict[str, ServiceConfig]:
+    """The configuration of each process. Raises `ConfigError` for what does not fit together."""
+    shared = _shared_values(config, run, endpoints)
+    return {
+        replica: _resolve_one(config, run, replica, address, shared, redis_url)
+        for replica, address in endpoints.items()
+    }
+
+
+def check(config: RunConfig) -> None:
+    """Resolve with made-up addresses, so that what is wrong is said before anything is made."""
+    endpoints = {replica: f"{LOOPBACK}:{port}" for port, replica in enumerate(replicas_of(config), start=1)}
+    resolve(config, RunDir(Path(config.run.name)), endpoints, redis_url="redis://localhost")
+
+
+def _resolve_one(
+    config: RunConfig, run: RunDir, replica: str, address: str, shared: Mapping[str, Any], redis_url: str
+) -> ServiceConfig:
+    service = service_of(replica)
+    config_class = SERVICES[service]
+    values = {name: value for name, value in shared.items() if name in config_class.model_fields}
+    values |= config.section(service).model_dump(exclude_unset=True, exclude={"replicas"})
+    values |= {
+        "run_id": run.name,
+        "run_dir": run.path,
+        "replica": replica,
+        "listen": {"host": LOOPBACK, "port": port_of(address)},
+        "auth": {"token_file": run.token_file},
+        "log": {"level": config.launcher.log_level, "file": run.log_file(replica)},
+        "redis": {"url": redis_url},
+        "drain_timeout_s": min(MAX_DRAIN_S, DRAIN_FRACTION * config.launcher.stop_timeout_s),
+        "seed": config.run.seed,
+    }
+    if service == "orchestrator":
+        values["environments"] = [_sequenced(table) for table in shared["environments"]]
+    if service == "trainer":
+        values["optim"] = {**values.get("optim", {}), "total_steps": _setting(config, "orchestrator", "total_steps")}
+    return _validate(config_class, values, service)
+
+
+def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str]) -> dict[str, Any]:
+    """Fields that mean the same in every service that has them."""
+    pools = {
+        role: [{"replica": name, "address": address} for name, address in endpoints.items() if service_of(name) == role]
+        for role in ("prefill", "decode")
+    }
+    addresses = {replica: address for replica, address in endpoints.items() if replica in FILLED}
+    return {
+        **addresses,
+        **{f"{service}_address": address for service, address in addresses.items()},
+        "workers": [{**worker, "role": role} for role, pool in pools.items() for worker in pool],
+        **{f"{role}_workers": pool for role, pool in pools.items()},
+        "environments": [environment.model_dump(exclude_none=True) for environment in config.environments],
+        "model": config.model.model_dump(exclude_unset=True),
+        "sft": config.sft.model_dump(exclude_unset=True),
+        "model_dir": run.path / "model",
+        "block_size_tokens": _block_size_tokens(config),
+        "evaluate_before": config.evaluation.before,
+        "evaluate_after": config.evaluation.after,
+    }
+
+
+def _sequenced(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What the orchestrator knows of an environment: all but what its code is told."""
+    return {name: value for name, value in environment.items() if name in SequencedConfig.model_fields}
+
+
+def _block_size_tokens(config: RunConfig) -> int:
+    """One size for the run: prefix hashes and KV blocks have to match everywhere."""
+    prefill, decode = (_setting(config, role, "engine").block_size_tokens for role in ("prefill", "decode"))
+    if prefill != decode:
+        raise ConfigError(f"prefill.engine.block_size_tokens is {prefill}, decode.engine.block_size_tokens is {decode}")
+    return decode
+
+
+def _setting(config: RunConfig, service: str, name: str) -> Any:
+    return getattr(config.section(service), name)
+
+
+def _validate(config_class: type[Model], values: dict[str, Any], service: str) -> Model:
+    try:
+        return config_class.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in (service, *problem["loc"]))
+        raise ConfigError(f"{where}: {problem['msg'].removeprefix('Value error, ')}") from None

@@ -1,0 +1,129 @@
+"""`slipstream rl`, `up` and `sft`: make a run directory, start what belongs to the run, see it to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+from slipstream.api.run.v1 import run_pb2
+from slipstream.common.channel import open_channel, read_token
+from slipstream.common.config import dump_toml, help_text, load_config, parse_arguments
+from slipstream.launcher import progress
+from slipstream.launcher.cli import shown
+from slipstream.launcher.config import RUN_CONFIG, RunConfig
+from slipstream.launcher.display import Display, open_display
+from slipstream.launcher.ports import PortLease, assign_endpoints
+from slipstream.launcher.process import ProcessSpec
+from slipstream.launcher.report import write_report
+from slipstream.launcher.resolve import check, replicas_of, resolve
+from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir
+from slipstream.launcher.services import service_specs, write_configs
+from slipstream.launcher.session import Ending, conduct
+from slipstream.launcher.supervisor import Supervisor
+from slipstream.launcher.valkey import socket_path, valkey_spec
+
+
+def run_rl(arguments: Sequence[str], *, stay_up: bool) -> int:
+    """Run everything; returns the exit code."""
+    config = _load(arguments)
+    if config is None:
+        return 0
+    run = create_run_dir(config.run.directory, config.run.name)
+    lock, lease, display = RunLock(run), PortLease(), open_display()
+    try:
+        return asyncio.run(_run_rl(config, run, lease, display, stay_up=stay_up))
+    finally:
+        display.close()
+        lease.close()
+        lock.release()
+
+
+def _load(arguments: Sequence[str]) -> RunConfig | None:
+    """The configuration, or None when it was only to be shown."""
+    files, overrides, flags = parse_arguments(arguments)
+    if "help" in flags:
+        print(help_text(RUN_CONFIG, "slipstream rl"))
+        return None
+    config = load_config(RUN_CONFIG, files, overrides)
+    check(config)
+    if "dry-run" in flags:
+        print(dump_toml(config), end="")
+        return None
+    return config
+
+
+async def _run_rl(config: RunConfig, run: RunDir, lease: PortLease, display: Display, *, stay_up: bool) -> int:
+    socket = socket_path(run)
+    endpoints = assign_endpoints(run.endpoints_file, replicas_of(config), lease)
+    configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}")
+    run.config_file.write_text(dump_toml(config))
+    write_configs(run, configs)
+    run.record("run_started", argv=sys.argv[1:])
+    stages = [[valkey_spec(run, socket)], service_specs(run, endpoints)]
+    count = sum(map(len, stages))
+    display.say(f"run {run.name}: starting {count} processes ({', '.join(_kinds(stages))}) in {shown(run.path)}")
+    latest = run_pb2.Run()
+    up: list[str] = []
+
+    def on_ready(replica: str) -> None:
+        up.append(replica)
+        display.ready(replica, len(up), count)
+
+    def on_run(now: run_pb2.Run) -> None:
+        latest.CopyFrom(now)
+        display.show(now)
+
+    async def work() -> None:
+        display.say("all services are up; `slipstream status` and `slipstream stop` work from another terminal")
+        async with open_channel(endpoints["orchestrator"], read_token(run.token_file)) as channel:
+            await progress.watch_run(channel, on_run)
+        if stay_up:
+            display.say(f"the run has ended; services stay up until `slipstream stop {run.name}` or Ctrl-C")
+            await asyncio.Event().wait()
+
+    def on_stopping() -> None:
+        display.say("stopping all services")
+
+    begun_s = time.monotonic()
+    ending = await conduct(_supervisor(config, run), stages, work, on_ready, on_stopping)
+    wall_s = time.monotonic() - begun_s
+    return _conclude(run, ending, latest, wall_s, display)
+
+
+def _supervisor(config: RunConfig, run: RunDir) -> Supervisor:
+    launcher = config.launcher
+    return Supervisor(
+        restart=launcher.restart,
+        restart_budget=launcher.restart_budget,
+        start_timeout_s=launcher.start_timeout_s,
+        stop_timeout_s=launcher.stop_timeout_s,
+        on_event=run.record,
+    )
+
+
+def _kinds(stages: list[list[ProcessSpec]]) -> list[str]:
+    """The processes by kind, such as `2 decode`."""
+    counts: dict[str, int] = {}
+    for spec in (spec for stage in stages for spec in stage):
+        kind = spec.replica.partition("-")[0]
+        counts[kind] = counts.get(kind, 0) + 1
+    return [kind if number == 1 else f"{number} {kind}" for kind, number in counts.items()]
+
+
+def _conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, display: Display) -> int:
+    """Write the report and tell the outcome in one line."""
+    run.record("run_ended", exit_code=ending.exit_code, reason=ending.sentence)
+    report = write_report(run)
+    display.close()
+    parts = [f"{latest.step} steps in {progress.duration(wall_s)}", f"report: {shown(report)}"]
+    accuracies = progress.outcome(latest)
+    if accuracies:
+        parts.insert(0, f"accuracy {accuracies}")
+    if ending.sentence:
+        print(f"{run.name} ended: {ending.sentence} ({'; '.join(parts)})", file=sys.stderr, flush=True)
+    else:
+        stopped = latest.state == run_pb2.RUN_STATE_STOPPED
+        print(f"{run.name} {'was stopped' if stopped else 'finished'}: {'; '.join(parts)}", flush=True)
+    return ending.exit_code

@@ -1,0 +1,93 @@
+"""From the resolved configuration of each service to the processes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from slipstream.common.channel import open_channel
+from slipstream.common.config import ServiceConfig, dump_toml
+from slipstream.launcher.process import ProcessSpec
+from slipstream.launcher.rundir import RunDir
+
+HEALTH_TIMEOUT_S = 2.0
+ONE_THREAD = ("OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "TOKENIZERS_PARALLELISM=false")
+"""A service has threads of its own; libraries that start one a core would only get in each other's way."""
+
+
+def write_configs(run: RunDir, configs: Mapping[str, ServiceConfig]) -> None:
+    """Write one file a process: what `slipstream-<service> @ FILE` takes."""
+    for replica, config in configs.items():
+        run.service_config(replica).write_text(dump_toml(config))
+
+
+def service_of(replica: str) -> str:
+    """`decode` for `decode-1`: the package of the service."""
+    return replica.partition("-")[0]
+
+
+def service_specs(run: RunDir, endpoints: Mapping[str, str]) -> list[ProcessSpec]:
+    return [
+        ProcessSpec(
+            replica,
+            service_command(f"slipstream.{service_of(replica)}", run, replica),
+            log_file=run.log_file(replica),
+            output_file=run.output_file(replica),
+            ready=HealthCheck(address),
+        )
+        for replica, address in endpoints.items()
+    ]
+
+
+def service_command(module: str, run: RunDir, replica: str) -> tuple[str, ...]:
+    return ("/usr/bin/env", *ONE_THREAD, sys.executable, "-m", module, "@", str(run.service_config(replica)))
+
+
+class HealthCheck:
+    """Whether a server answers the gRPC health protocol.
+
+    Any answer counts: a worker says NOT_SERVING until its first weights, which the warm-up has yet to make.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel: Any = None
+
+    async def __call__(self) -> bool:
+        if await self.status() is None:
+            return False
+        await self.close()
+        return True
+
+    async def status(self) -> str | None:
+        """SERVING, NOT_SERVING ..., or None when nobody answers."""
+        if not await self._listening():
+            return None
+        self._channel = self._channel or open_channel(self.address)
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S, wait_for_ready=True)
+        except grpc.aio.AioRpcError:
+            return None
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def _listening(self) -> bool:
+        # Asked first, as a channel that failed once waits before it tries again.
+        host, _, port = self.address.rpartition(":")
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True

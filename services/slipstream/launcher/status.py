@@ -1,0 +1,117 @@
+"""`slipstream status`: every service of a run, its version and its load."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
+from slipstream.api.training.v1 import trainer_pb2, trainer_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.channel import AioChannel, open_channel, read_token
+from slipstream.common.version import PolicyVersion
+from slipstream.launcher.ports import read_endpoints
+from slipstream.launcher.progress import PHASE_NAMES
+from slipstream.launcher.records import read_json_lines
+from slipstream.launcher.rundir import RunDir, launcher_pid
+from slipstream.launcher.services import HealthCheck, service_of
+
+CALL_TIMEOUT_S = 3.0
+
+
+@dataclass
+class ServiceStatus:
+    """One row of the table."""
+
+    replica: str
+    address: str
+    health: str
+    version: str = ""
+    load: str = ""
+    memory_mib: float | None = None
+
+
+async def read_status(run: RunDir) -> list[ServiceStatus]:
+    """Ask every service at once; one that does not answer is `away`."""
+    endpoints = read_endpoints(run.endpoints_file)
+    token = read_token(run.token_file)
+    pids = {r["replica"]: r["pid"] for r in read_json_lines(run.events_file) if r.get("kind") == "service_started"}
+    rows = await asyncio.gather(*(_ask(replica, address, token) for replica, address in endpoints.items()))
+    if launcher_pid(run) is not None:  # else the numbers may be somebody else's by now
+        for row in rows:
+            row.memory_mib = memory_mib(pids.get(row.replica))
+    return list(rows)
+
+
+async def _ask(replica: str, address: str, token: str | None) -> ServiceStatus:
+    check = HealthCheck(address)
+    health = await check.status()
+    await check.close()
+    row = ServiceStatus(replica, address, "away" if health is None else health.lower().replace("_", " "))
+    asked = {"prefill": _ask_worker, "decode": _ask_worker, "trainer": _ask_trainer, "orchestrator": _ask_run}
+    ask = asked.get(service_of(replica))
+    if health is not None and ask is not None:
+        async with open_channel(address, token) as channel:
+            try:
+                await ask(row, channel)
+            except grpc.aio.AioRpcError as error:
+                row.load = error.code().name.lower().replace("_", " ")
+    return row
+
+
+async def _ask_worker(row: ServiceStatus, channel: AioChannel) -> None:
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    worker = await stub.GetWorker(worker_pb2.GetWorkerRequest(), timeout=CALL_TIMEOUT_S)
+    load = worker.load
+    state = worker_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+    row.health = state
+    row.version = _version(worker.version) if worker.HasField("version") else ""
+    row.load = f"{load.running_sample_count} samples, {load.waiting_request_count} waiting, "
+    row.load += f"{load.blocks_used}/{load.blocks_total} blocks"
+
+
+async def _ask_trainer(row: ServiceStatus, channel: AioChannel) -> None:
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    status = await stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+    row.version = _version(status.version) if status.HasField("version") else ""
+    row.load = status.activity
+
+
+async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
+    run = (await run_pb2_grpc.RunServiceStub(channel).GetRun(run_pb2.GetRunRequest(), timeout=CALL_TIMEOUT_S)).run
+    row.version = _version(run.serving) if run.HasField("serving") else ""
+    row.load = f"{PHASE_NAMES.get(run.phase, run.phase)}, step {run.step}/{run.total_steps}, "
+    row.load += f"{run.running_group_count} groups running"
+
+
+def _version(version: types_pb2.PolicyVersion) -> str:
+    return str(PolicyVersion.from_proto(version))
+
+
+def memory_mib(pid: int | None) -> float | None:
+    """Proportional set size of a process and its descendants; None where it cannot be read."""
+    if pid is None:
+        return None
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    own_kib = sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return own_kib / 1024 + sum(memory_mib(int(child)) or 0.0 for child in children)
+
+
+def print_status(run: RunDir, rows: list[ServiceStatus]) -> None:
+    table = Table(title=f"{run.name}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("service", "state", "version", "load", "MiB", "address"):
+        table.add_column(column, justify="right" if column == "MiB" else "left", no_wrap=True)
+    for row in rows:
+        memory = "" if row.memory_mib is None else f"{row.memory_mib:.0f}"
+        table.add_row(row.replica, row.health, row.version, row.load, memory, row.address)
+    Console(width=None if Console().is_terminal else 160).print(table)

@@ -1,0 +1,174 @@
+"""One configuration in, one for each process out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.common.config import ConfigError, dump_toml, load_config
+from slipstream.launcher.cli import main
+from slipstream.launcher.config import RUN_CONFIG, SERVICES, RunConfig
+from slipstream.launcher.resolve import check, replicas_of, resolve
+from slipstream.launcher.rundir import RunDir, create_run_dir
+from slipstream.launcher.services import service_of, write_configs
+
+TOML = """
+[run]
+name = "small"
+seed = 7
+
+[orchestrator]
+total_steps = 42
+max_off_policy_steps = 1
+
+[trainer.optim]
+lr = 2e-3
+
+[sft]
+max_steps = 9
+
+[decode]
+replicas = 3
+
+[evaluation]
+after = false
+
+[[environments]]
+type = "spell_backward"
+weight = 3.0
+max_word_len = 6
+evaluation_task_count = 50
+
+[[environments]]
+type = "expression"
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    file = tmp_path / "small.toml"
+    file.write_text(TOML)
+    return file
+
+
+@pytest.fixture
+def config(toml: Path) -> RunConfig:
+    return load_config(RUN_CONFIG, [toml])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return create_run_dir(tmp_path, "small")
+
+
+@pytest.fixture
+def configs(config: RunConfig, run: RunDir):
+    endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
+    return resolve(config, run, endpoints, redis_url="unix:///tmp/valkey.sock")
+
+
+def test_every_service_gets_a_process_and_pools_get_several(config):
+    replicas = replicas_of(config)
+    assert {service_of(replica) for replica in replicas} == set(SERVICES)
+    assert [replica for replica in replicas if service_of(replica) == "decode"] == ["decode-1", "decode-2", "decode-3"]
+
+
+def test_each_process_is_told_who_it_is_and_where_its_files_are(configs, run):
+    for replica, config in configs.items():
+        assert config.replica == replica
+        assert config.run_id == "small"
+        assert config.run_dir == run.path
+        assert config.auth.token_file == run.token_file
+        assert config.log.file == run.path / "logs" / f"{replica}.log"
+        assert config.redis.url == "unix:///tmp/valkey.sock"
+        assert config.seed == 7
+    assert len({config.listen.port for config in configs.values()}) == len(configs)
+
+
+def test_services_are_told_where_their_peers_listen(configs):
+    address = {replica: f"127.0.0.1:{config.listen.port}" for replica, config in configs.items()}
+    assert configs["trainer"].orchestrator == address["orchestrator"]
+    assert configs["decode-2"].broadcaster == address["broadcaster"]
+    assert configs["runner-1"].sandbox_address == address["sandbox"]
+    assert [worker.address for worker in configs["router"].decode_workers] == [
+        address[f"decode-{n}"] for n in (1, 2, 3)
+    ]
+    assert {worker.replica: worker.role for worker in configs["orchestrator"].workers} == {
+        "prefill-1": "prefill", "decode-1": "decode", "decode-2": "decode", "decode-3": "decode"
+    }  # fmt: skip
+
+
+def test_what_services_must_agree_on_is_said_once(configs):
+    assert configs["trainer"].optim.total_steps == configs["orchestrator"].total_steps == 42
+    assert configs["trainer"].optim.lr == 2e-3
+    assert configs["trainer"].sft.max_steps == 9
+    assert not configs["orchestrator"].evaluate_after
+    assert configs["runner-1"].block_size_tokens == configs["decode-1"].engine.block_size_tokens
+    assert [(e.name, e.evaluation_task_count) for e in configs["orchestrator"].environments] == [
+        ("spell_backward", 50), ("expression", 200)
+    ]  # fmt: skip
+    assert configs["runner-1"].environments[0].max_word_len == 6
+
+
+def test_each_file_loads_as_its_service_would_load_it(configs, run):
+    write_configs(run, configs)
+    for replica, config in configs.items():
+        assert load_config(SERVICES[service_of(replica)], [run.service_config(replica)]) == config
+
+
+def test_the_resolved_configuration_loads_to_the_same(config, tmp_path):
+    file = tmp_path / "resolved.toml"
+    file.write_text(dump_toml(config))
+    assert load_config(RUN_CONFIG, [file]) == config
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--trainer.optim.lrr=1", "unknown key 'trainer.optim.lrr'; did you mean 'trainer.optim.lr'?"),
+        ("--trainer.orchestrator=x", "unknown key 'trainer.orchestrator'"),
+        ("--decode.replicas=0", "decode.replicas: input should be greater than or equal to 1"),
+        ("--run.name=../other", "run.name: string should match pattern"),
+        ("--orchestrator.min-group-size=30", "orchestrator: min_group_size: must not exceed samples_per_group"),
+        ("--decode.engine.block-size-tokens=16", "prefill.engine.block_size_tokens is 8, decode"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_made(toml, capsys, flag, message, monkeypatch):
+    monkeypatch.chdir(toml.parent)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["rl", "@", str(toml), flag])
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_prints_and_makes_nothing(toml, capsys, monkeypatch):
+    monkeypatch.chdir(toml.parent)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["rl", "@", str(toml), "--orchestrator.max-off-policy-steps", "0", "--dry-run"])
+    assert exit_info.value.code == 0
+    assert "max_off_policy_steps = 0" in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+def test_an_unknown_command_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["lr"])
+    assert exit_info.value.code == 2
+    assert "unknown command 'lr'" in capsys.readouterr().err
+
+
+def test_contradictions_between_sections_are_found(config):
+    check(config)
+    with pytest.raises(ConfigError, match="environments: names must differ"):
+        check(config.model_copy(update={"environments": [config.environments[0]] * 2}))
+
+
+def test_the_command_needs_no_torch():
+    code = "import sys, slipstream.launcher.rl, slipstream.launcher.status; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

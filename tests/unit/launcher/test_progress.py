@@ -1,0 +1,67 @@
+"""What the progress display says."""
+
+from __future__ import annotations
+
+from slipstream.api.run.v1 import run_pb2
+from slipstream.launcher.display import LineDisplay
+from slipstream.launcher.progress import TimeLeft, facts, outcome
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_time_left_is_the_rest_of_training_and_another_evaluation():
+    clock = Clock()
+    left = TimeLeft(clock)
+    assert left.update(run_pb2.Run(phase="evaluating_before")) is None
+    clock.now_s = 10
+    assert left.update(run_pb2.Run(phase="training")) is None
+    clock.now_s = 30
+    assert left.update(run_pb2.Run(phase="training", phase_fraction_done=0.25)) == 60 + 10
+    clock.now_s = 90
+    assert left.update(run_pb2.Run(phase="evaluating_after")) is None
+    clock.now_s = 95
+    assert left.update(run_pb2.Run(phase="evaluating_after", phase_fraction_done=0.5)) == 5
+    assert left.update(run_pb2.Run(phase="ended")) == 0
+
+
+def test_training_shows_step_reward_lag_speed_and_time_left():
+    metrics = {"reward_mean": 0.618, "lag_mean": 1.44, "tokens_per_s": 2310.4}
+    run = run_pb2.Run(phase="training", step=31, total_steps=170, metrics=metrics)
+    assert facts(run, 95.2) == [
+        ("phase", "training"),
+        ("step", "31/170"),
+        ("reward", "0.62"),
+        ("lag", "1.4"),
+        ("tokens/s", "2310"),
+        ("left", "1 min 35 s"),
+    ]
+
+
+def test_a_paused_run_says_so():
+    run = run_pb2.Run(phase="training", state=run_pb2.RUN_STATE_PAUSED)
+    assert facts(run, None)[0] == ("phase", "training (paused)")
+
+
+def test_the_outcome_names_accuracy_before_and_after():
+    run = run_pb2.Run()
+    for name, environment, accuracy in (("before", "spell", 0.41), ("after", "spell", 0.955), ("before", "make", 0.18)):
+        run.accuracies.add(evaluation=name, environment=environment, accuracy=accuracy)
+    assert outcome(run) == "spell 41.0 % -> 95.5 %, make 18.0 % -> not measured"
+
+
+def test_without_a_terminal_a_line_comes_now_and_then(capsys):
+    display = LineDisplay()
+    for step in range(100):
+        display.show(run_pb2.Run(phase="training", step=step, total_steps=100))
+    display.show(run_pb2.Run(phase="evaluating_after"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "step 0/100" in lines[0]
+    assert "evaluating after" in lines[1]
