@@ -131,10 +131,10 @@ class WorkerUpdates:
         if self._closed is not None and self._closed.update_id == update_id and self._closed.applied:
             return self._closed.applied
         update = self._find(update_id)
-        if update.weights is None:
-            raise UpdateNotOpen("BeginUpdate has not returned yet", update_id=update_id)
         with self._call(update):
             if update.swap is None:
+                if update.weights is None:
+                    raise UpdateNotOpen("BeginUpdate has not returned yet", update_id=update_id)
                 update.swap = asyncio.get_running_loop().create_task(self._swap(update, update.weights))
                 update.swap.add_done_callback(_retrieve)
             return await asyncio.shield(update.swap)
@@ -215,7 +215,7 @@ class WorkerUpdates:
             raise RequestIdReused(f"this update is to {update.version}", update_id=update_id)
         with self._call(update):
             async with self._fetching:
-                if update.weights is None:
+                if update.weights is None and update.swap is None:
                     await self._obtain(update)
         return update.fetched_bytes
 
