@@ -6,8 +6,9 @@ nothing. Changes are optimistic transactions (WATCH/MULTI), which need no script
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -156,6 +157,17 @@ class State:
         with _available():
             await self._redis.set(self._prefix + key, value, px=None if ttl_s is None else _milliseconds(ttl_s))
 
+    async def write_many(self, values: dict[str, str], deleted: Sequence[str] = (), ttl_s: float | None = None) -> None:
+        """Set and delete many keys in one round trip, each by itself."""
+        px = None if ttl_s is None else _milliseconds(ttl_s)
+        with _available():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for key, value in values.items():
+                    pipe.set(self._prefix + key, value, px=px)
+                if deleted:
+                    pipe.delete(*(self._prefix + key for key in deleted))
+                await pipe.execute()
+
     async def get(self, key: str) -> str | None:
         with _available():
             return await self._redis.get(self._prefix + key)
@@ -208,6 +220,11 @@ def _available() -> Iterator[None]:
         yield
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
         raise StateUnavailable(f"Redis is away: {error}") from error
+    # redis-py sends through `asyncio.wait_for`, which on Python 3.11 can swallow a cancellation: a loop that is
+    # told to end would go on for ever.
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _owner(lease: str | None) -> str | None:

@@ -34,6 +34,9 @@ class PlacementLeases:
     def __len__(self) -> int:
         return len(self._open)
 
+    def held(self) -> list[Placement]:
+        return list(self._open.values())
+
     def add(self, placement: Placement) -> None:
         """Count a placement against its workers.
 

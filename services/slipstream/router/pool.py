@@ -58,10 +58,10 @@ class Worker:
 
     replica: str
     address: str
-    role: worker_pb2.WorkerRole.ValueType
+    role: worker_pb2.WorkerRole
     prefix: PrefixIndex
     epoch: str = ""
-    state: worker_pb2.WorkerState.ValueType = worker_pb2.WORKER_STATE_UNSPECIFIED
+    state: worker_pb2.WorkerState = worker_pb2.WORKER_STATE_UNSPECIFIED
     version: PolicyVersion = UNSET
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
     limits: worker_pb2.WorkerLimits = field(default_factory=worker_pb2.WorkerLimits)
@@ -113,5 +113,5 @@ class WorkerPool:
     def get(self, replica: str) -> Worker | None:
         return self._workers.get(replica)
 
-    def of_role(self, role: worker_pb2.WorkerRole.ValueType) -> list[Worker]:
+    def of_role(self, role: worker_pb2.WorkerRole) -> list[Worker]:
         return [worker for worker in self if worker.role == role]

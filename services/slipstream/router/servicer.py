@@ -41,14 +41,14 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         self._leases = leases
         self._mirror = mirror
         self._watcher = watcher
-        self._memory: RequestMemory[routing_pb2.PlaceResponse] = RequestMemory()
+        self._memory = RequestMemory()
 
     async def Place(
         self, request: routing_pb2.PlaceRequest, context: grpc.aio.ServicerContext
     ) -> routing_pb2.PlaceResponse:
-        remembered = self._memory.recall(request.request_id, request)
-        if remembered is not None:
-            return remembered
+        return await self._memory.once(request, lambda: self._place(request))
+
+    async def _place(self, request: routing_pb2.PlaceRequest) -> routing_pb2.PlaceResponse:
         self._mirror.check()
         now_s = time.monotonic()
         version = PolicyVersion.from_proto(request.min_policy_version)
@@ -79,15 +79,13 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         self._leases.add(placement)
         self._mirror.placed(placement)
         block_size = prefill.limits.block_size_tokens
-        response = routing_pb2.PlaceResponse(
+        return routing_pb2.PlaceResponse(
             placement_id=placement.placement_id,
             prefill=_ref(prefill),
             decode=_ref(decode),
             lease_ttl_ms=int(self._leases.ttl_s * 1000),
             expected_cached_token_count=prefill.prefix.matched_blocks(hashes) * block_size,
         )
-        self._memory.remember(request.request_id, request, response)
-        return response
 
     async def Release(
         self, request: routing_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
@@ -107,9 +105,7 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
             workers = [worker for worker in workers if worker.ref.replica > request.page_token]
         page = workers[:size]
         more = len(workers) > len(page)
-        return routing_pb2.ListWorkersResponse(
-            workers=page, next_page_token=page[-1].ref.replica if more else ""
-        )
+        return routing_pb2.ListWorkersResponse(workers=page, next_page_token=page[-1].ref.replica if more else "")
 
     async def WatchWorkers(
         self, request: routing_pb2.WatchWorkersRequest, context: grpc.aio.ServicerContext

@@ -50,7 +50,7 @@ class PoolWatcher:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     report = await stream.read()
-                if report is grpc.aio.EOF:
+                if report is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue] its stubs lack it
                     return
                 if worker.heard(report, time.monotonic()):
                     log.info(

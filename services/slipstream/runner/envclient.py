@@ -82,9 +82,7 @@ class EnvironmentWorker:
         reply = await self._ask({"op": "prompts", "tasks": [task.as_json() for task in tasks]})
         return [RenderedPrompt(prompt["text"], prompt["token_ids"]) for prompt in reply["prompts"]]
 
-    async def score(
-        self, task: TaskKey, samples: Sequence[tuple[list[int], bool]]
-    ) -> tuple[list[ScoredSample], int]:
+    async def score(self, task: TaskKey, samples: Sequence[tuple[list[int], bool]]) -> tuple[list[ScoredSample], int]:
         """Score a group's samples, each (token ids, whether it stopped by itself).
 
         Returns the scores and how many sandbox executions it took. Raises `EnvironmentFailed`.
@@ -99,7 +97,9 @@ class EnvironmentWorker:
         return scores, int(reply["sandbox_executions"])
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        environment = str(request.get("task", request.get("tasks", [{}])[0] if request.get("tasks") else {}).get("environment", ""))
+        environment = str(
+            request.get("task", request.get("tasks", [{}])[0] if request.get("tasks") else {}).get("environment", "")
+        )
         number = next(self._ids)
         try:
             async with asyncio.timeout(self._timeout_s):

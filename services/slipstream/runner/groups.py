@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from array import array
 from collections.abc import Callable
@@ -151,7 +150,3 @@ def refs_of(report: runner_pb2.GroupReport) -> tuple[list[str], list[types_pb2.R
     keys = [ref.key for record in report.rollouts for ref in (record.token_ids, record.logprobs)]
     routes = {(ref.holder, ref.key): ref for record in report.rollouts for ref in record.routes}
     return keys, list(routes.values())
-
-
-def encode_line(line: dict[str, Any]) -> str:
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n"

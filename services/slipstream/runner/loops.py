@@ -76,6 +76,8 @@ class RunnerLoops:
         self._reports: asyncio.Queue[runner_pb2.GroupReport] = asyncio.Queue(max_running_groups)
         self._acknowledged: list[AttemptKey] = []
         self._group_tasks: asyncio.TaskGroup | None = None
+        self._unreported = 0
+        self._idle = asyncio.Event()
         self.draining = False
 
     @property
@@ -165,8 +167,14 @@ class RunnerLoops:
             if report is not None:
                 self._drop(report)
         elif report is not None:
+            self._unreported += 1
             await self._reports.put(report)
         self._slots.release()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self.draining and not self._running and self._unreported == 0:
+            self._idle.set()
 
     def _drop(self, report: runner_pb2.GroupReport) -> None:
         keys, routes = refs_of(report)
@@ -218,6 +226,8 @@ class RunnerLoops:
             while not self._reports.empty() and len(reports) < MAX_REPORTS_PER_CALL:
                 reports.append(self._reports.get_nowait())
             await self._report(reports)
+            self._unreported -= len(reports)
+            self._check_idle()
 
     async def _report(self, reports: list[runner_pb2.GroupReport]) -> None:
         request = runner_pb2.ReportGroupsRequest(
@@ -247,5 +257,5 @@ class RunnerLoops:
     async def drain(self) -> None:
         """Take no more groups and wait until what runs is reported. The caller bounds the time."""
         self.draining = True
-        while self._running or not self._reports.empty():
-            await asyncio.sleep(SPOOL_FULL_WAIT_S)
+        self._check_idle()
+        await self._idle.wait()

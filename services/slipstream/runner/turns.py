@@ -51,7 +51,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[types_pb2.VersionSpan] = field(default_factory=list)
-    finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+    finish_reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_UNSPECIFIED
     routes: types_pb2.RowsRef | None = None
 
     def extend(self, chunk: decode_pb2.SampleChunk) -> None:
@@ -90,9 +90,7 @@ class TurnClient:
         self._peers = peers
         self._block_size_tokens = block_size_tokens
 
-    async def run(
-        self, assignment: runner_pb2.GroupAssignment, token_ids: Sequence[int], deadline_s: float
-    ) -> Turn:
+    async def run(self, assignment: runner_pb2.GroupAssignment, token_ids: Sequence[int], deadline_s: float) -> Turn:
         """Sample `sample_count` answers to the prompt `token_ids`.
 
         `deadline_s` is in `time.monotonic()` terms. Cancelling the task aborts the request at both
@@ -116,9 +114,11 @@ class TurnClient:
             except PLACE_AGAIN as error:
                 log.info("turn_placed_again", request_id=attempt.request_id, reason=error.reason, retry=retry)
                 if attempt.placement is not None:
-                    avoid = [attempt.placement.decode.replica if attempt.decoding else attempt.placement.prefill.replica]
+                    avoid = [
+                        attempt.placement.decode.replica if attempt.decoding else attempt.placement.prefill.replica
+                    ]
             retry += 1
-            pause_s = backoff_s * (0.5 + random.random())  # noqa: S311 - jitter
+            pause_s = backoff_s * (0.5 + random.random())
             if time.monotonic() + pause_s >= deadline_s:
                 raise errors.DeadlineExceeded(f"{retry} placements failed before the group's deadline")
             await asyncio.sleep(pause_s)

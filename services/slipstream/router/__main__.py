@@ -1,0 +1,82 @@
+"""slipstream-router @ config.toml"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from slipstream.api.inference.v1 import worker_pb2
+from slipstream.api.routing.v1 import routing_pb2_grpc
+from slipstream.common.channel import open_channel, read_token
+from slipstream.common.config import cli
+from slipstream.common.runtime import Loop, serve
+from slipstream.common.state import State
+from slipstream.common.telemetry import setup_logging
+from slipstream.router.config import RouterConfig
+from slipstream.router.leases import PlacementLeases
+from slipstream.router.mirror import LeaseMirror
+from slipstream.router.placement import PlacementPolicy
+from slipstream.router.pool import PrefixIndex, Worker, WorkerPool
+from slipstream.router.servicer import RouterServicer
+from slipstream.router.watch import PoolWatcher
+
+EXPIRE_PERIOD_S = 1.0
+
+
+async def expire_loop(leases: PlacementLeases, mirror: LeaseMirror) -> None:
+    """End leases whose time is over. Waits on its clock alone."""
+    while True:
+        mirror.released(leases.expire(time.monotonic()))
+        await asyncio.sleep(EXPIRE_PERIOD_S)
+
+
+async def run(config: RouterConfig) -> None:
+    token = read_token(config.auth.token_file)
+    pool = WorkerPool(
+        [
+            Worker(endpoint.replica, endpoint.address, role, PrefixIndex(config.prefix_index_blocks))
+            for role, endpoints in (
+                (worker_pb2.WORKER_ROLE_PREFILL, config.prefill_workers),
+                (worker_pb2.WORKER_ROLE_DECODE, config.decode_workers),
+            )
+            for endpoint in endpoints
+        ]
+    )
+    policy = PlacementPolicy(config.worker_silence_s, config.saturation_fraction, config.affinity_slack_samples)
+    leases = PlacementLeases(config.lease_ttl_s, config.max_placements)
+    state = State(config.redis.url, config.run_id)
+    mirror = LeaseMirror(state, config.lease_ttl_s, leases.held)
+    watcher = PoolWatcher(config.worker_silence_s)
+    channels = {worker.replica: open_channel(worker.address, token) for worker in pool}
+    loops: dict[str, Loop] = {
+        f"follow {worker.replica}": partial(watcher.follow, worker, channels[worker.replica]) for worker in pool
+    }
+    loops |= {"expire": partial(expire_loop, leases, mirror), "mirror": mirror.run}
+    servicer = RouterServicer(pool, policy, leases, mirror, watcher)
+    try:
+        await serve(
+            config,
+            [
+                (
+                    routing_pb2_grpc.add_RouterServiceServicer_to_server,
+                    servicer,
+                    "slipstream.api.routing.v1.RouterService",
+                )
+            ],
+            loops,
+        )
+    finally:
+        for channel in channels.values():
+            await channel.close()
+        await state.close()
+
+
+def main() -> None:
+    config = cli(RouterConfig)
+    setup_logging(config, "router")
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    main()

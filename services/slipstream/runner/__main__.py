@@ -1,0 +1,83 @@
+"""slipstream-runner @ config.toml"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+from slipstream.api.rollout.v1 import rows_pb2_grpc, session_pb2_grpc
+from slipstream.common.channel import read_token
+from slipstream.common.config import cli
+from slipstream.common.runtime import serve
+from slipstream.common.telemetry import setup_logging
+from slipstream.runner.config import RunnerConfig
+from slipstream.runner.envclient import EnvironmentWorker
+from slipstream.runner.groups import GroupRunner
+from slipstream.runner.loops import RunnerLoops
+from slipstream.runner.peers import Peers
+from slipstream.runner.rollout_log import RolloutLog
+from slipstream.runner.servicer import RowsServicer
+from slipstream.runner.spool import Spool
+from slipstream.runner.turns import TurnClient
+
+
+async def run(config: RunnerConfig, arguments: list[str]) -> None:
+    if not config.listen.port:
+        raise SystemExit("slipstream-runner: listen.port is required: others fetch rows from this address")
+    token = read_token(config.auth.token_file)
+    epoch = f"{time.time_ns():020d}"
+    address = f"{config.listen.host}:{config.listen.port}"
+    spool = Spool(config.spool_limit_bytes)
+    rollout_log = RolloutLog(
+        config.run_dir / "rollouts" / f"{config.replica or 'runner'}.jsonl", config.rollout_log_limit_bytes
+    )
+    peers = Peers(config.orchestrator_address, config.router_address, token)
+    environments = EnvironmentWorker(arguments, config.environment_timeout_s)
+    groups = GroupRunner(
+        environments, TurnClient(peers, config.block_size_tokens), spool, address, epoch, rollout_log.write
+    )
+    loops = RunnerLoops(
+        config.replica or "runner",
+        epoch,
+        peers,
+        environments,
+        groups,
+        spool,
+        config.max_running_groups,
+        config.report_period_s,
+    )
+    package = "slipstream.api.rollout.v1"
+    try:
+        await serve(
+            config,
+            [
+                (rows_pb2_grpc.add_RowsServiceServicer_to_server, RowsServicer(spool), f"{package}.RowsService"),
+                (
+                    session_pb2_grpc.add_SessionServiceServicer_to_server,
+                    session_pb2_grpc.SessionServiceServicer(),
+                    f"{package}.SessionService",
+                ),
+            ],
+            {
+                "environments": environments.run,
+                "acquire": loops.acquire_loop,
+                "heartbeat": loops.heartbeat_loop,
+                "report": loops.report_loop,
+                "give_back": peers.give_back_loop,
+            },
+            on_drain=loops.drain,
+        )
+    finally:
+        await peers.close()
+        rollout_log.close()
+
+
+def main() -> None:
+    config = cli(RunnerConfig)
+    setup_logging(config, "runner")
+    asyncio.run(run(config, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

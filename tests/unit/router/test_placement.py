@@ -1,0 +1,131 @@
+"""The placement policy and what it stands on."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from slipstream.api.inference.v1 import worker_pb2
+from slipstream.common.errors import NoWorker, PoolSaturated
+from slipstream.common.version import PolicyVersion
+from slipstream.router.leases import Placement, PlacementLeases
+from slipstream.router.placement import Demand, PlacementPolicy
+from slipstream.router.pool import PrefixIndex, Worker
+
+POLICY = PlacementPolicy(silence_s=3.0, saturation_fraction=0.9, affinity_slack_samples=16)
+NOW_S = 100.0
+
+
+def worker(replica: str, step: int = 3, running: int = 0, state: int = worker_pb2.WORKER_STATE_SERVING) -> Worker:
+    made = Worker(replica, f"{replica}:1", worker_pb2.WORKER_ROLE_DECODE, PrefixIndex(100))
+    made.limits.max_running_samples = 64
+    made.heard(report(step=step, running=running, state=state), NOW_S)
+    return made
+
+
+def report(
+    step: int = 3,
+    running: int = 0,
+    state: int = worker_pb2.WORKER_STATE_SERVING,
+    epoch: str = "a",
+    stored: tuple[int, ...] = (),
+    reset: bool = False,
+) -> worker_pb2.WatchLoadResponse:
+    message = worker_pb2.WatchLoadResponse(epoch=epoch, kv_events_reset=reset)
+    message.state = state  # type: ignore[assignment]
+    message.version.CopyFrom(PolicyVersion(1, step).to_proto())
+    message.load.running_sample_count = running
+    message.kv_events = b"".join(struct.pack("<BQ", 1, block_hash) for block_hash in stored)
+    return message
+
+
+def choose(workers: list[Worker], **demand: object) -> str:
+    asked = {"block_hashes": (), "sample_count": 8, "min_version": PolicyVersion(1, 3), **demand}
+    return POLICY.choose("decode", workers, Demand(**asked), NOW_S).replica  # type: ignore[arg-type]
+
+
+def test_the_least_busy_worker_is_chosen() -> None:
+    assert choose([worker("a", running=20), worker("b", running=4)]) == "b"
+
+
+def test_a_cached_prefix_wins_until_its_worker_is_much_busier() -> None:
+    warm, cold = worker("warm", running=10), worker("cold")
+    warm.heard(report(running=10, stored=(7, 8)), NOW_S)
+    assert choose([warm, cold], block_hashes=(7, 8, 9)) == "warm"
+    warm.heard(report(running=20), NOW_S)
+    assert choose([warm, cold], block_hashes=(7, 8, 9)) == "cold"
+
+
+def test_a_saturated_worker_loses_its_affinity() -> None:
+    warm, cold = worker("warm"), worker("cold", running=50)
+    warm.heard(report(running=56, stored=(7,)), NOW_S)
+    assert choose([warm, cold], block_hashes=(7,), sample_count=4) == "cold"
+
+
+def test_a_worker_below_the_asked_version_is_never_offered() -> None:
+    assert choose([worker("old", step=2), worker("new", step=3, running=40)]) == "new"
+    with pytest.raises(NoWorker) as caught:
+        choose([worker("old", step=2)])
+    assert caught.value.metadata == {"pool": "decode", "min_policy_version": "1.3"}
+
+
+@pytest.mark.parametrize(
+    "state", [worker_pb2.WORKER_STATE_STALE, worker_pb2.WORKER_STATE_DRAINING, worker_pb2.WORKER_STATE_STARTING]
+)
+def test_only_a_serving_worker_is_offered(state: int) -> None:
+    with pytest.raises(NoWorker):
+        choose([worker("a", state=state)])
+
+
+def test_a_silent_worker_is_out_and_a_lost_one_at_once() -> None:
+    silent = worker("silent")
+    assert silent.routable(NOW_S + 2.9, 3.0)
+    assert not silent.routable(NOW_S + 3.1, 3.0)
+    silent.lost()
+    assert not silent.routable(NOW_S, 3.0)
+
+
+def test_replicas_to_avoid_are_offered_only_when_nothing_else_is_left() -> None:
+    a, b = worker("a"), worker("b", running=30)
+    assert choose([a, b], avoid_replicas={"a"}) == "b"
+    assert choose([a], avoid_replicas={"a"}) == "a"
+
+
+def test_full_pools_are_saturated_but_an_idle_worker_takes_a_group_larger_than_itself() -> None:
+    with pytest.raises(PoolSaturated):
+        choose([worker("a", running=60), worker("b", running=60)])
+    assert choose([worker("a", running=60), worker("b")], sample_count=100) == "b"
+
+
+def test_a_new_epoch_forgets_the_cached_prefix() -> None:
+    restarted = worker("a")
+    restarted.heard(report(stored=(1, 2)), NOW_S)
+    assert restarted.prefix.matched_blocks([1, 2, 3]) == 2
+    restarted.heard(report(epoch="b"), NOW_S)
+    assert restarted.prefix.matched_blocks([1, 2, 3]) == 0
+
+
+def test_the_prefix_index_is_bounded_and_follows_removals() -> None:
+    index = PrefixIndex(3)
+    index.apply(b"".join(struct.pack("<BQ", 1, n) for n in range(5)))
+    assert len(index) == 3
+    index.apply(struct.pack("<BQ", 2, 4) + struct.pack("<BQ", 1, 9) + b"torn")
+    assert index.matched_blocks([9]) == 1
+    assert index.matched_blocks([4]) == 0
+    index.apply(struct.pack("<BQ", 3, 0))
+    assert len(index) == 0
+
+
+def test_placements_count_until_released_or_expired() -> None:
+    prefill, decode = worker("p"), worker("d")
+    leases = PlacementLeases(ttl_s=10, capacity=2)
+    for number in range(2):
+        leases.add(Placement(str(number), "g", prefill, decode, "a", "a", 8, NOW_S + 10 + number))
+    assert (decode.busy_samples, prefill.busy_samples, decode.placement_count) == (16, 2, 2)
+    with pytest.raises(PoolSaturated):
+        leases.add(Placement("2", "g", prefill, decode, "a", "a", 8, NOW_S))
+    assert leases.release("1")
+    assert not leases.release("1")
+    assert leases.expire(NOW_S + 10) == ["0"]
+    assert (decode.busy_samples, decode.placement_count, len(leases)) == (0, 0, 0)
