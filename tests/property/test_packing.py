@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slipstream.algorithms.packing import pack
 
 LENGTHS = st.lists(st.integers(1, 90), max_size=60)

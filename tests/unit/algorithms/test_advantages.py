@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from slipstream.algorithms.advantages import group_normalized, leave_one_out
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from slipstream.algorithms.losses import clipped_loss, masked_ratio_loss
 
 # (p, q, A): inside the bounds, both masks, both signs on the harmless side, dual clip.

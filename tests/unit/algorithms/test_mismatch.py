@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+
 from slipstream.algorithms.mismatch import mismatch
 
 # (log p, log q, sampled at, oldest KV), trained version 7
