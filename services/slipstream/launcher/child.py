@@ -12,6 +12,11 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def guarded(command: tuple[str, ...]) -> list[str]:
+    """The command, started through this script. -I and -S keep this first stage at a few milliseconds."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def main() -> None:
     launcher_pid, command = int(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from slipstream.common.config import ConfigError
+from slipstream.common.config import ConfigError, dump_toml, help_text, load_config, parse_arguments
 from slipstream.launcher.rundir import RunDirError, find_run
+
+if TYPE_CHECKING:
+    from slipstream.launcher.config import RunConfig
 
 USAGE = """\
 usage: slipstream COMMAND
@@ -103,6 +106,23 @@ def _version(arguments: list[str]) -> int:
     except PackageNotFoundError:
         print("slipstream (not installed)")
     return 0
+
+
+def load(arguments: Sequence[str], program: str) -> RunConfig | None:
+    """The configuration of a run, or None when it was only to be shown or explained."""
+    from slipstream.launcher.config import RUN_CONFIG
+    from slipstream.launcher.resolve import check
+
+    files, overrides, flags = parse_arguments(arguments)
+    if "help" in flags:
+        print(help_text(RUN_CONFIG, program))
+        return None
+    config = load_config(RUN_CONFIG, files, overrides)
+    check(config)
+    if "dry-run" in flags:
+        print(dump_toml(config), end="")
+        return None
+    return config
 
 
 def _reference(command: str, arguments: list[str]) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -44,8 +43,7 @@ class SupervisedProcess:
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
         self.started_s = time.monotonic()
-        # -I and -S keep this first stage at a few milliseconds; the service itself starts by exec.
-        command = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *spec.command]
+        command = child.guarded(spec.command)
         with spec.output_file.open("ab") as output:
             # Must be the main thread: the parent-death signal fires when the spawning *thread* ends.
             self._popen = subprocess.Popen(

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from slipstream.api.run.v1 import run_pb2
 from slipstream.common.channel import open_channel, read_token
-from slipstream.common.config import dump_toml, help_text, load_config, parse_arguments
+from slipstream.common.config import dump_toml
 from slipstream.launcher import progress
-from slipstream.launcher.cli import shown
-from slipstream.launcher.config import RUN_CONFIG, RunConfig
+from slipstream.launcher.cli import load, shown
+from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, open_display
 from slipstream.launcher.ports import PortLease, assign_endpoints
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.report import write_report
-from slipstream.launcher.resolve import check, replicas_of, resolve
+from slipstream.launcher.resolve import replicas_of, resolve
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir
 from slipstream.launcher.services import service_specs, write_configs
 from slipstream.launcher.session import Ending, conduct
@@ -27,7 +27,7 @@ from slipstream.launcher.valkey import socket_path, valkey_spec
 
 def run_rl(arguments: Sequence[str], *, stay_up: bool) -> int:
     """Run everything; returns the exit code."""
-    config = _load(arguments)
+    config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
     if config is None:
         return 0
     run = create_run_dir(config.run.directory, config.run.name)
@@ -38,20 +38,6 @@ def run_rl(arguments: Sequence[str], *, stay_up: bool) -> int:
         display.close()
         lease.close()
         lock.release()
-
-
-def _load(arguments: Sequence[str]) -> RunConfig | None:
-    """The configuration, or None when it was only to be shown."""
-    files, overrides, flags = parse_arguments(arguments)
-    if "help" in flags:
-        print(help_text(RUN_CONFIG, "slipstream rl"))
-        return None
-    config = load_config(RUN_CONFIG, files, overrides)
-    check(config)
-    if "dry-run" in flags:
-        print(dump_toml(config), end="")
-        return None
-    return config
 
 
 async def _run_rl(config: RunConfig, run: RunDir, lease: PortLease, display: Display, *, stay_up: bool) -> int:

@@ -1,0 +1,60 @@
+"""`slipstream sft`: the supervised warm-up alone, in a run directory of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from slipstream.common.config import dump_toml
+from slipstream.launcher import child
+from slipstream.launcher.cli import load, shown
+from slipstream.launcher.ports import LOOPBACK
+from slipstream.launcher.resolve import resolve
+from slipstream.launcher.rundir import RunLock, create_run_dir
+from slipstream.launcher.services import service_command, write_configs
+
+REPLICA = "trainer"
+
+
+def run_sft(arguments: Sequence[str]) -> int:
+    """Warm up and leave the model in the run directory; returns the exit code."""
+    config = load(arguments, "slipstream sft")
+    if config is None:
+        return 0
+    run = create_run_dir(config.run.directory, config.run.name)
+    lock = RunLock(run)
+    # It speaks to nobody, so its peers' addresses do not matter; only its own file is written.
+    nowhere = {
+        replica: f"{LOOPBACK}:1" for replica in (REPLICA, "orchestrator", "broadcaster", "prefill-1", "decode-1")
+    }
+    run.config_file.write_text(dump_toml(config))
+    write_configs(run, {REPLICA: resolve(config, run, nowhere, redis_url="redis://localhost")[REPLICA]})
+    print(f"warming up in {shown(run.path)}; log: {shown(run.log_file(REPLICA))}", flush=True)
+    try:
+        code = _run(service_command("slipstream.trainer.sft", run, REPLICA))
+    finally:
+        lock.release()
+    if code == 0:
+        print(f"{run.name} finished: the model is in {shown(run.path / 'model')}")
+    else:
+        why = f"the warm-up exited with code {code}; its log is {run.log_file(REPLICA)}"
+        print(f"{run.name} ended: {why}", file=sys.stderr)
+    return code
+
+
+def _run(command: tuple[str, ...]) -> int:
+    """Run to the end with our own output; passes a stop signal on, and dies with us."""
+    process = subprocess.Popen(child.guarded(command), process_group=0)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        process.send_signal(signal.SIGTERM)
+        stopped.append(128 + number)
+
+    stopped: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    code = process.wait()
+    return stopped[0] if stopped else 128 - code if code < 0 else code
