@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.environments.config import EnvironmentConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 
 
@@ -124,6 +125,9 @@ class TrainerConfig(ServiceConfig):
     loss: LossConfig = MaskedRatioLossConfig()
     sft: SftConfig = SftConfig()
 
+    environments: list[EnvironmentConfig] = Field(default_factory=list)
+    """Environments whose demonstrations the warm-up learns from."""
+
     initial_model: Path | None = None
     """Model directory to start from (of `slipstream sft`, say) instead of a random start and warm-up."""
 
@@ -133,7 +137,7 @@ class TrainerConfig(ServiceConfig):
     torch_threads: int = Field(default=1, ge=1)
     """Threads of torch's operators, all within one thread of ours."""
 
-    plan_wait_s: float = Field(default=10.0, gt=0, le=30)
+    plan_wait_s: float = Field(default=5.0, gt=0, le=30)
     """Longest wait of one GetPlan call, in seconds."""
 
     rows_timeout_s: float = Field(default=30.0, gt=0)

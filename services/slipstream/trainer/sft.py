@@ -14,9 +14,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slipstream.common.config import cli
+from slipstream.common.telemetry import setup_logging
 from slipstream.models.qwen3_moe.model import MoeModel
-from slipstream.trainer.config import SftConfig
+from slipstream.trainer.config import SftConfig, TrainerConfig
+from slipstream.trainer.model_dir import prepare_model_dir
 from slipstream.trainer.packed import Packed
+from slipstream.trainer.start import make_model
+
+PRINTED_STEPS = 10
 
 
 class Example(Protocol):
@@ -121,3 +127,25 @@ def _pack(examples: Sequence[Example]) -> Packed:
         np.arange(len(example.prompt_ids), len(example.prompt_ids) + len(example.answer_ids)) for example in examples
     ]
     return Packed.of(ids, targets)
+
+
+def main() -> None:
+    """`slipstream sft`: warm up a random start and leave it in `<run_dir>/model/`."""
+    config = cli(TrainerConfig)
+    setup_logging(config, "trainer")
+    torch.set_num_threads(config.torch_threads)
+    prepare_model_dir(config)
+
+    def on_progress(progress: SftProgress) -> None:
+        if progress.step % PRINTED_STEPS == 0:
+            print(f"step {progress.step}: loss {progress.loss:.3f}, validation {progress.accuracy:.2f}", flush=True)
+
+    _, figures = make_model(config, on_progress)
+    print(
+        f"warmed up in {figures['sft_step']:.0f} steps, validation {figures['sft_accuracy']:.2f}: {config.model_dir}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

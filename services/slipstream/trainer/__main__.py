@@ -1,0 +1,67 @@
+"""Run the trainer: `slipstream-trainer @ config.toml`. The loops are in README.md."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from slipstream.api.training.v1 import batch_pb2_grpc, trainer_pb2_grpc
+from slipstream.common.channel import open_channel
+from slipstream.common.config import cli
+from slipstream.common.runtime import ServiceFailed, read_token, serve
+from slipstream.common.telemetry import setup_logging
+from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.loop import TrainingLoop
+from slipstream.trainer.model_dir import prepare_model_dir
+from slipstream.trainer.rows import RowsClient
+from slipstream.trainer.servicer import TrainerServicer
+from slipstream.trainer.start import start
+from slipstream.trainer.status import ActivityReporter, Status
+from slipstream.trainer.torch_thread import TorchThread
+from slipstream.weights.transport import GrpcWeightTransport
+
+
+async def run(config: TrainerConfig) -> None:
+    """Serve until SIGTERM."""
+    token = read_token(config.auth.token_file)
+    status = Status()
+    batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, token))
+    training = TrainingLoop(
+        config,
+        batches=batches,
+        transport=GrpcWeightTransport(open_channel(config.broadcaster, token)),
+        rows=RowsClient(lambda address: open_channel(address, token), config.rows_timeout_s),
+        status=status,
+        torch=TorchThread(config.torch_threads),
+        start=start,
+    )
+
+    async def on_drain() -> None:
+        status.stop.set()
+
+    await serve(
+        config,
+        [
+            (
+                trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+                TrainerServicer(status),
+                "slipstream.api.training.v1.TrainerService",
+            )
+        ],
+        loops={"training": training.run, "activity": ActivityReporter(batches, status).run},
+        on_drain=on_drain,
+    )
+
+
+def main() -> None:
+    config = cli(TrainerConfig)
+    setup_logging(config, "trainer")
+    prepare_model_dir(config)
+    try:
+        asyncio.run(run(config))
+    except ServiceFailed as error:
+        sys.exit(f"trainer: {error}")
+
+
+if __name__ == "__main__":
+    main()

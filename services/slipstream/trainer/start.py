@@ -1,0 +1,73 @@
+"""What training starts from: a random start and its warm-up, or a model directory. Runs on the torch thread.
+
+Imports torch inside its functions: they are called on that thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.model_dir import move_into_place
+from slipstream.trainer.status import Status
+from slipstream.trainer.timeline import Timeline
+
+if TYPE_CHECKING:
+    from slipstream.models.qwen3_moe.model import MoeModel
+    from slipstream.trainer.sft import SftProgress
+    from slipstream.trainer.step import Learner
+
+
+class Stopped(Exception):
+    """The trainer was asked to stop before the warm-up ended."""
+
+
+def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
+    """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called."""
+    from slipstream.trainer.step import Learner
+
+    def on_progress(progress: SftProgress) -> None:
+        if status.stop.is_set():
+            raise Stopped(f"stopped at step {progress.step} of the warm-up")
+        status.activity, status.fraction_done = "sft", progress.fraction_done
+        status.metrics = sft_figures(progress)
+
+    model, figures = make_model(config, on_progress)
+    status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    return Learner(model, config.optim, config.loss), figures
+
+
+def make_model(config: TrainerConfig, on_progress: Callable[[SftProgress], None]) -> tuple[MoeModel, dict[str, float]]:
+    """Load or warm up the model, write its weights to the model directory, and return it with its figures."""
+    from slipstream.models.qwen3_moe.model import build_model, init_weights
+    from slipstream.models.qwen3_moe.state_dict import load_model, save_model
+
+    figures: dict[str, float] = {}
+    if config.initial_model is not None:
+        model = load_model(config.initial_model)
+    else:
+        model = build_model(MoeConfig.load(config.model_dir))
+        init_weights(model, config.seed)
+        if config.sft.enabled:
+            figures = _warm_up(model, config, on_progress)
+    scratch = config.model_dir / ".new"
+    save_model(model, scratch)
+    move_into_place(scratch, config.model_dir)
+    return model, figures
+
+
+def sft_figures(progress: SftProgress) -> dict[str, float]:
+    """By the names used in reports."""
+    return {"sft_step": float(progress.step), "sft_loss": progress.loss, "sft_accuracy": progress.accuracy}
+
+
+def _warm_up(model: MoeModel, config: TrainerConfig, on_progress: Callable[[SftProgress], None]) -> dict[str, float]:
+    from slipstream.environments.demonstrations import Demonstrations
+    from slipstream.trainer.sft import warm_up
+
+    timeline = Timeline(config.run_dir / "timeline" / f"{config.replica or 'trainer'}.jsonl")
+    with timeline.interval("sft"):
+        demonstrations = Demonstrations(config.environments, config.model_dir, config.seed)
+        return sft_figures(warm_up(model, config.sft, demonstrations, on_progress))

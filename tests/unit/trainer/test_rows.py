@@ -1,0 +1,101 @@
+"""Stitching rows into sequences, and the choice of the probe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.version import PolicyVersion
+from slipstream.trainer.probe import choose_probe, probe_prompts
+from slipstream.trainer.rows import Part, stitch
+from slipstream.trainer.sequence import version_number
+
+SHAPE = (2, 1)
+
+
+def ref(key: str, dtype: str = "uint8", shape: tuple[int, ...] = SHAPE) -> types_pb2.RowsRef:
+    return types_pb2.RowsRef(holder="h", key=key, dtype=dtype, row_shape=shape)
+
+
+def part(first: int, rows: np.ndarray) -> Part:
+    return Part(first, memoryview(rows.tobytes()))
+
+
+def routes(*ids: int) -> np.ndarray:
+    return np.repeat(np.array(ids, np.uint8), 2).reshape(-1, *SHAPE)
+
+
+def planned(**fields: object) -> batch_pb2.PlannedSequence:
+    version = types_pb2.PolicyVersion(incarnation=1, step=3)
+    defaults = {
+        "token_count": 6,
+        "advantage": 0.5,
+        "loss_ranges": [types_pb2.RowRange(start=3, end=6)],
+        "spans": [types_pb2.VersionSpan(token_count=3, version=version, kv_oldest_version=version)],
+        "token_ids": ref("t", "int32", ()),
+        "logprobs": ref("l", "float32", ()),
+        "routes": [ref("p"), ref("d")],
+    }
+    return batch_pb2.PlannedSequence(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def parts(**extra: Part) -> dict[tuple[str, str], Part]:
+    rows = {
+        "t": part(0, np.arange(6, dtype=np.int32)),
+        "l": part(0, -np.arange(6, dtype=np.float32)),
+        "p": part(0, routes(10, 11)),
+        "d": part(2, routes(12, 13, 14, 15)),
+        **extra,
+    }
+    return {("h", key): value for key, value in rows.items()}
+
+
+def test_prompt_rows_and_decode_rows_meet_at_their_positions():
+    sequence = stitch(planned(), parts(), SHAPE)
+    assert sequence is not None
+    assert sequence.routes[:, 0, 0].tolist() == [10, 11, 12, 13, 14]  # the last token needs none
+    assert sequence.target_positions.tolist() == [3, 4, 5]
+    assert sequence.engine_logps.tolist() == [-3.0, -4.0, -5.0]
+    assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, 3))] * 3
+
+
+def test_the_first_reference_that_knows_a_position_wins():
+    overlapping = parts(p=part(0, routes(1, 1, 255)), d=part(1, routes(2, 2, 2)))
+    sequence = stitch(planned(), overlapping, SHAPE)
+    assert sequence is not None
+    assert sequence.routes[:, 0, 0].tolist() == [1, 1, 2, 2, 255]
+    assert sequence.known_N.tolist() == [True, True, True, True, False]
+
+
+def test_a_sequence_without_all_its_tokens_is_lost():
+    assert stitch(planned(), parts(t=part(0, np.arange(5, dtype=np.int32))), SHAPE) is None
+    missing = parts()
+    del missing["h", "l"]
+    assert stitch(planned(), missing, SHAPE) is None
+
+
+def test_a_loss_that_covers_fewer_tokens_takes_the_last_versions():
+    spans = [
+        types_pb2.VersionSpan(token_count=count, version=types_pb2.PolicyVersion(incarnation=1, step=step))
+        for count, step in ((2, 3), (1, 4))
+    ]
+    fewer = planned(loss_ranges=[types_pb2.RowRange(start=4, end=6)], spans=spans)
+    sequence = stitch(fewer, parts(), SHAPE)
+    assert sequence is not None
+    assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, 3)), version_number(PolicyVersion(1, 4))]
+    assert sequence.kv_oldest.tolist() == [0, 0]  # not said: taken for the oldest
+
+
+def test_routes_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="routes of 'p'"):
+        stitch(planned(routes=[ref("p", shape=(3, 2))]), parts(), SHAPE)
+
+
+def test_the_probe_is_the_first_prompt_whose_experts_are_chosen_clearly():
+    prompts = probe_prompts(50, 12, seed=3)
+    assert prompts == probe_prompts(50, 12, seed=3)
+    margins = dict(zip(prompts, [1e-6, 5e-5, 0.2, 0.3, 0, 0, 0, 0], strict=True))
+    assert choose_probe(prompts, lambda ids: ([1.0], margins[tuple(ids)]))[0] == prompts[2]
+    assert choose_probe(prompts[:2], lambda ids: ([1.0], margins[tuple(ids)]))[0] == prompts[1]
