@@ -38,7 +38,9 @@ def build_report(records: RunRecords) -> dict[str, Any]:
     accuracies = accuracy_by_environment(records)
     main = accuracies.get(main_environment(records), {})
     cancelled = cancelled_by_reason(records)
-    tokens = sum(int(step.get("tokens", 0)) for step in steps)
+    for step in steps:  # tokens that carry a gradient, where the trainer told them apart from prompts
+        step["trained_tokens"] = step.get("loss_tokens", step.get("tokens", 0))
+    tokens = sum(int(step["trained_tokens"]) for step in steps)
     training_s = _span_s(steps)
     return {
         "run": records.name,
@@ -53,8 +55,9 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "lag_mean": weighted_mean(steps, "lag_mean", "groups_trained"),
         "lag_bound": _setting(records, "orchestrator", "max_off_policy_steps"),
         "overlap_fraction": overlap_fraction(records),
-        **{part: weighted_mean(steps, part, "tokens") for part in MISMATCH_PARTS},
-        "ratio_p999": max((float(s["ratio_p999"]) for s in steps if s.get("ratio_p999") is not None), default=None),
+        **{part: weighted_mean(steps, part, "trained_tokens") for part in MISMATCH_PARTS},
+        "ratio_p999": largest(steps, "ratio_p999"),
+        "pure_max_abs_diff": largest(steps, "pure_max_abs_diff"),
         "routes_unknown_fraction": weighted_mean(steps, "routes_unknown_fraction", "tokens"),
         "cached_token_fraction": cached_token_fraction(steps),
         "reward_first": steps[0].get("reward_mean") if steps else None,
@@ -153,6 +156,10 @@ def weighted_mean(steps: Iterable[Record], name: str, weight_name: str) -> float
     if not total:
         return sum(value for value, _ in pairs) / len(pairs)
     return sum(value * weight for value, weight in pairs) / total
+
+
+def largest(steps: Iterable[Record], name: str) -> float | None:
+    return max((float(step[name]) for step in steps if step.get(name) is not None), default=None)
 
 
 def mean(values: Iterable[Any]) -> float | None:

@@ -161,5 +161,7 @@ class Supervisor:
 
 def _log_to_read(spec: ProcessSpec) -> str:
     """Its log, and its output where it printed something, such as a traceback."""
-    printed = spec.output_file.exists() and spec.output_file.stat().st_size > 0
-    return f"{spec.log_file} (and {spec.output_file.name})" if printed else str(spec.log_file)
+    logged, printed = (path.exists() and path.stat().st_size > 0 for path in (spec.log_file, spec.output_file))
+    if printed and spec.output_file != spec.log_file:
+        return f"{spec.log_file} (and {spec.output_file.name})" if logged else str(spec.output_file)
+    return str(spec.log_file)
