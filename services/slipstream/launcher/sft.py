@@ -27,7 +27,9 @@ def run_sft(arguments: Sequence[str]) -> int:
     run = create_run_dir(config.run.directory, config.run.name)
     lock = RunLock(run)
     # It speaks to nobody, so its peers' addresses do not matter; only its own file is written.
-    nowhere = dict.fromkeys((REPLICA, "orchestrator", "broadcaster", "prefill-1", "decode-1"), f"{LOOPBACK}:1")
+    nowhere: dict[str, str] = dict.fromkeys(
+        (REPLICA, "orchestrator", "broadcaster", "prefill-1", "decode-1"), f"{LOOPBACK}:1"
+    )
     run.config_file.write_text(dump_toml(config))
     write_configs(run, {REPLICA: resolve(config, run, nowhere, redis_url="redis://localhost")[REPLICA]})
     print(f"warming up in {shown(run.path)}; log: {shown(run.log_file(REPLICA))}", flush=True)
