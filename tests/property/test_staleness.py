@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from slipstream.algorithms.staleness import AgeOut, Cancellation, Group, Outcome, Phase, SealedStep, StalenessMachine
 
-ENVIRONMENTS = ("words", "numbers")
+ENVIRONMENTS: tuple[str, ...] = ("words", "numbers")
+
+HOLD: dict[str, AgeOut] = {"words": AgeOut.HOLD, "numbers": AgeOut.HOLD}
 
 
 def environment_of(position: int) -> str:
@@ -199,13 +201,7 @@ def test_with_bound_zero_nothing_crosses_an_update(groups: int, steps: int, seed
 def test_hold_without_filters_trains_every_admitted_group_and_ages_none_out(
     groups: int, bound: int, steps: int, seed: int
 ) -> None:
-    machine = StalenessMachine(
-        groups,
-        bound,
-        steps,
-        environment_of,
-        age_out={name: AgeOut.HOLD for name in ENVIRONMENTS},  # noqa: C420 literal keys
-    )
+    machine = StalenessMachine(groups, bound, steps, environment_of, age_out=HOLD)
     run = Run(machine, seed, trainable=1.0)
     run.to_the_end()
     assert machine.outcomes == {Outcome.TRAINED: groups * steps}

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 
 import grpc
@@ -24,7 +25,8 @@ from slipstream.api.rollout.v1 import rollout_pb2_grpc, runner_pb2_grpc
 from slipstream.api.run.v1 import run_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2_grpc
 from slipstream.common.channel import open_channel, read_token
-from slipstream.common.config import cli
+from slipstream.common.config import ConfigError, cli
+from slipstream.common.errors import JournalCorrupt
 from slipstream.common.runtime import Loop, Servicers, serve
 from slipstream.common.state import State
 from slipstream.common.telemetry import setup_logging
@@ -58,6 +60,12 @@ class Orchestrator:
 
         self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", time.time)
         self.journal = Journal(config.run_dir / "journal" / "journal.jsonl")
+        if self.journal.recovered.records:
+            # Runs are not resumed yet; a second history in the same file would be worse than a refusal.
+            raise ConfigError(f"{self.journal.path} is the journal of an earlier run: take another run directory")
+        if self.journal.recovered.cut_bytes:
+            log.warning("journal_tail_cut", path=str(self.journal.path), cut_bytes=self.journal.recovered.cut_bytes)
+        self.journal.append("run", run_id=config.run_id, seed=config.seed, total_steps=config.total_steps)
         self.state = RunState(config.run_id, config.total_steps, self.metrics)
         self.leases = RunnerLeases(config.runner_lease_ttl_s, time.monotonic)
         self.releaser = RowsReleaser(channel)
@@ -88,7 +96,7 @@ class Orchestrator:
             self.redis,
             self.state,
             self.leases,
-            self.sequencer.dispatched,
+            self.sequencer.mirror_due,
             self.sequencer.dispatch_versions,
             self.sequencer.admission_may_have_opened,
         )
@@ -147,6 +155,7 @@ class Orchestrator:
 
     def _published(self, version: PolicyVersion) -> None:
         self.state.published = version
+        self.sequencer.mirror_due.set()
         self.state.changed.notify()
 
 
@@ -163,7 +172,11 @@ def main() -> None:
     """Entry point of `slipstream-orchestrator`."""
     config = cli(OrchestratorConfig)
     setup_logging(config, "orchestrator")
-    asyncio.run(run(config))
+    try:
+        asyncio.run(run(config))
+    except (ConfigError, JournalCorrupt) as error:
+        log.error("start_refused", reason=str(error))
+        sys.exit(2)
 
 
 if __name__ == "__main__":

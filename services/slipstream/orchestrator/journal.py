@@ -13,6 +13,7 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.common.errors import JournalCorrupt
 
@@ -21,7 +22,7 @@ from slipstream.common.errors import JournalCorrupt
 class Recovered:
     """What an existing journal held."""
 
-    records: list[dict[str, object]]
+    records: list[dict[str, Any]]
     cut_bytes: int
     """Bytes of an unfinished record that were cut off its end."""
 
@@ -89,7 +90,7 @@ def _parse(path: Path, data: bytes) -> Recovered:
     return Recovered(records, len(tail))
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, object]:
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     digits, body = line[:8], line[9:]
     if digits != b"%08x" % zlib.crc32(body) or line[8:9] != b" ":
         raise JournalCorrupt(f"{path}: record {number} does not match its checksum", path=str(path), record=number)

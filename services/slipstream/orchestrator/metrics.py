@@ -81,7 +81,6 @@ class Totals:
         self.cancelled: Counter[str] = Counter()
         self.sandbox_executions = 0
         self.rollouts = 0
-        self.updates = 0
 
     def fields(self) -> dict[str, float]:
         """Return the counts by name."""
@@ -89,5 +88,4 @@ class Totals:
             "rollouts_cancelled": float(sum(self.cancelled.values())),
             "sandbox_executions": float(self.sandbox_executions),
             "rollouts": float(self.rollouts),
-            "versions_applied": float(self.updates),
         }

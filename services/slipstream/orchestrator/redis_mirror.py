@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
@@ -16,7 +17,6 @@ from slipstream.common.errors import StateUnavailable
 from slipstream.common.state import PUBLISHED, SERVING, State
 from slipstream.orchestrator.leases import RunnerLeases
 from slipstream.orchestrator.run_state import RunState
-from slipstream.orchestrator.signals import Signal
 
 log = structlog.get_logger()
 
@@ -37,14 +37,14 @@ class RedisMirror:
         redis: State,
         state: RunState,
         leases: RunnerLeases,
-        dispatched: Signal,
+        due: asyncio.Event,
         dispatch_versions: Callable[[], dict[str, str]],
         admission_may_have_opened: Callable[[], None],
     ) -> None:
         self._redis = redis
         self._state = state
         self._leases = leases
-        self._dispatched = dispatched
+        self._due = due
         self._dispatch_versions = dispatch_versions
         self._admission_may_have_opened = admission_may_have_opened
         self._written: dict[str, str] = {}
@@ -53,6 +53,7 @@ class RedisMirror:
     async def run(self) -> None:
         """Write changes for ever."""
         while True:
+            self._due.clear()
             try:
                 await self.write()
             except StateUnavailable as error:
@@ -60,9 +61,11 @@ class RedisMirror:
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._found()
-            # A dispatch wakes the loop; versions and leases are looked at once a second at the latest.
-            await self._dispatched.wait(_LEASE_INTERVAL_S)
             await asyncio.sleep(_COALESCE_S)
+            # Leases are renewed, and a server that went away is noticed, even when nothing changes.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEASE_INTERVAL_S - _COALESCE_S):
+                    await self._due.wait()
 
     async def write(self) -> None:
         """Write what differs from what was written last."""

@@ -5,6 +5,7 @@ Training groups follow the staleness machine; evaluation and third-party groups 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 import zlib
@@ -19,6 +20,7 @@ from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.external import ExternalGroups
@@ -28,13 +30,9 @@ from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals
 from slipstream.orchestrator.run_state import RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
 from slipstream.orchestrator.signals import Signal
-from slipstream.orchestrator.tasks import MixtureEntry, Task, TaskSequence
+from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
 log = structlog.get_logger()
-
-TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
-EVALUATION = runner_pb2.GROUP_PURPOSE_EVALUATION
-EXTERNAL = runner_pb2.GROUP_PURPOSE_EXTERNAL
 
 # A runner fails a group at its deadline; one whose answer never reached a runner is given up a little later.
 _DEADLINE_GRACE_S = 5.0
@@ -109,14 +107,17 @@ class Sequencer:
             data_ranks=config.data_ranks,
             total_steps=config.total_steps,
         )
+        self._assigner = Assigner(
+            config.run_id, config.kv_dtype, self.tasks, self.environments, config.samples_per_group
+        )
         self.external = ExternalGroups(config.max_external_rollouts)
         self.evaluation: Evaluation | None = None
         self.admission_changed = Signal()
         """Notified when `acquire` may have something to give."""
         self.sealed = Signal()
         """Notified when a step is sealed or the run ends."""
-        self.dispatched = Signal()
-        """Notified when groups were handed out or ended."""
+        self.mirror_due = asyncio.Event()
+        """Set when something changed that Redis shows."""
         self.incarnation = 1
         self.totals = Totals()
         self.failures: dict[str, FailureStreak] = {}
@@ -159,7 +160,7 @@ class Sequencer:
             self._running[attempt.key] = attempt
         self.leases.grant(runner, [(group.group_id, group.attempt) for group in groups])
         if groups:
-            self.dispatched.notify()
+            self.mirror_due.set()
         return groups
 
     def dispatch_versions(self) -> dict[str, str]:
@@ -170,72 +171,15 @@ class Sequencer:
         }
 
     def _next_group(self) -> runner_pb2.GroupAssignment:
+        version = self.state.serving
         if self.evaluation is not None and self.evaluation.waiting:
-            group_id, attempt, task = self.evaluation.take()
-            return self._assignment(group_id, -1, attempt, EVALUATION, task, 1, greedy=True)
+            return self._assigner.evaluation(*self.evaluation.take(), version)
         if self.external.waiting:
-            return self._external_assignment()
+            return self._assigner.external(self.external.take(version), version)
         group = self.machine.dispatch()
         assert group is not None, "available says that there is one"
         self._journal.append("acquired", position=group.position, attempt=group.attempt, step=group.dispatch_step)
-        return self._assignment(
-            group_id_of(group.position),
-            group.position,
-            group.attempt,
-            TRAINING,
-            self.tasks.task(group.position),
-            self.config.samples_per_group,
-        )
-
-    def _assignment(
-        self,
-        group_id: str,
-        position: int,
-        attempt: int,
-        purpose: runner_pb2.GroupPurpose,
-        task: Task,
-        sample_count: int,
-        *,
-        greedy: bool = False,
-    ) -> runner_pb2.GroupAssignment:
-        environment = self.environments[task.environment]
-        version = self.state.serving
-        return runner_pb2.GroupAssignment(
-            group_id=group_id,
-            position=position,
-            attempt=attempt,
-            purpose=purpose,
-            environment=task.environment,
-            split=task.split,
-            task_index=task.index,
-            sample_count=sample_count,
-            sampling=types_pb2.Sampling(
-                temperature=0.0 if greedy else environment.temperature,
-                max_new_tokens=environment.max_new_tokens,
-                stop_token_ids=environment.stop_token_ids,
-                seed=self.tasks.sampling_seed(group_id, attempt),
-            ),
-            dispatch_version=version.to_proto(),
-            salt=self._salt(version),
-            deadline_ms=int(environment.deadline_s * 1000),
-        )
-
-    def _external_assignment(self) -> runner_pb2.GroupAssignment:
-        group = self.external.take(self.state.serving)
-        request, group_id = group.request, group.rollout.group_id
-        name = request.task.environment or next(iter(self.environments))
-        task = Task(name, request.task.split or "train", request.task.index)
-        assignment = self._assignment(group_id, -1, group.attempts, EXTERNAL, task, request.sample_count)
-        if request.HasField("prompt"):
-            assignment.environment = ""
-            assignment.prompt = request.prompt
-        if request.HasField("sampling"):
-            assignment.sampling.CopyFrom(request.sampling)
-        return assignment
-
-    def _salt(self, version: PolicyVersion) -> str:
-        # The salt invariant: a rollout never reads KV of weights older than those it was dispatched at.
-        return f"{self.config.run_id}/{version.incarnation}/{version.step}/{self.config.kv_dtype}"
+        return self._assigner.training(group, version)
 
     # ---- taking reports
 
@@ -261,7 +205,7 @@ class Sequencer:
                     self._release_rows(record.routes)
         self._seal_what_can_be()
         self.admission_changed.notify()
-        self.dispatched.notify()
+        self.mirror_due.set()
         return result
 
     def reported_lately(self, key: AttemptKey) -> bool:
@@ -372,7 +316,7 @@ class Sequencer:
             elif assignment.purpose == TRAINING:
                 self._lose(assignment.position, assignment.attempt)
         self.admission_changed.notify()
-        self.dispatched.notify()
+        self.mirror_due.set()
 
     def expire(self) -> None:
         """Give up what dead runners had, and what is long past its deadline."""
@@ -412,7 +356,7 @@ class Sequencer:
         for attempt in attempts:
             del self._running[attempt.key]
             self.leases.cancel(attempt.runner_id, attempt.key, reason)
-        self.dispatched.notify()
+        self.mirror_due.set()
 
     def _give_up(self, cancellations: Sequence[Cancellation]) -> None:
         counts: Counter[tuple[str, str]] = Counter()
@@ -429,9 +373,10 @@ class Sequencer:
             kind = "regenerated" if given_up.regenerated else "ended"
             self._journal.append(kind, position=given_up.position, attempt=given_up.attempt, outcome=outcome)
         for (reason, environment), count in counts.items():
-            self.totals.cancelled[reason] += count
-            self._metrics.write("cancelled", reason=reason, environment=environment, count=count)
-            log.info("groups_cancelled", reason=reason, environment=environment, count=count)
+            rollouts = count * self.config.samples_per_group
+            self.totals.cancelled[reason] += rollouts
+            self._metrics.write("cancelled", reason=reason, environment=environment, count=rollouts, groups=count)
+            log.info("groups_cancelled", reason=reason, environment=environment, group_count=count)
 
     # ---- steps
 
@@ -442,6 +387,7 @@ class Sequencer:
         self.state.serving = version
         self.machine.serving_advanced(version.step)
         self._journal.append("serving", version=str(version))
+        self.mirror_due.set()
         self.state.changed.notify()
         self._seal_what_can_be()
         self.admission_changed.notify()
@@ -521,17 +467,6 @@ def packed(plan: batch_pb2.Plan) -> str:
 def unpacked(text: str) -> batch_pb2.Plan:
     """Return a plan from the journal."""
     return batch_pb2.Plan.FromString(zlib.decompress(base64.b64decode(text)))
-
-
-def group_id_of(position: int) -> str:
-    """Name the group of a position."""
-    return f"train-{position}"
-
-
-def position_of(group_id: str) -> int | None:
-    """Return the position of a training group's name."""
-    kind, _, number = group_id.partition("-")
-    return int(number) if kind == "train" and number.isdecimal() else None
 
 
 def task_sequence(config: OrchestratorConfig) -> TaskSequence:

@@ -20,7 +20,9 @@ class Signal:
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the next notify; False when the time ran out first."""
         try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+            # Not `wait_for`: on Python 3.11 it can swallow a cancellation.
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
         except TimeoutError:
             return False
         return True

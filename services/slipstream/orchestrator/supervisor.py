@@ -68,6 +68,7 @@ class Supervisor:
         """End the run and cancel what is left."""
         if self._state.end(state, reason):
             name = run_pb2.RunState.Name(state).removeprefix("RUN_STATE_")
+            self._metrics.write("totals", **self._sequencer.totals.fields())
             self._sequencer.stop_all("RUN_COMPLETE" if name == "FINISHED" else f"RUN_{name}")
 
     def hopeless(self) -> str | None:

@@ -1,0 +1,102 @@
+"""What a runner is told about a group: task, sampling, dispatch version and salt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.algorithms.staleness import Group
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.config import EnvironmentConfig
+from slipstream.orchestrator.external import ExternalGroup
+from slipstream.orchestrator.tasks import Task, TaskSequence
+
+TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
+EVALUATION = runner_pb2.GROUP_PURPOSE_EVALUATION
+EXTERNAL = runner_pb2.GROUP_PURPOSE_EXTERNAL
+
+
+class Assigner:
+    """Makes assignments. No state."""
+
+    def __init__(
+        self,
+        run_id: str,
+        kv_dtype: str,
+        tasks: TaskSequence,
+        environments: Mapping[str, EnvironmentConfig],
+        samples_per_group: int,
+    ) -> None:
+        self._run_id = run_id
+        self._kv_dtype = kv_dtype
+        self._tasks = tasks
+        self._environments = environments
+        self._samples_per_group = samples_per_group
+
+    def training(self, group: Group, version: PolicyVersion) -> runner_pb2.GroupAssignment:
+        """Assign the current attempt of a position."""
+        assignment = self._assignment(
+            group_id_of(group.position), group.attempt, self._tasks.task(group.position), version
+        )
+        assignment.purpose = TRAINING
+        assignment.position = group.position
+        assignment.sample_count = self._samples_per_group
+        return assignment
+
+    def evaluation(self, group_id: str, attempt: int, task: Task, version: PolicyVersion) -> runner_pb2.GroupAssignment:
+        """Assign one greedy sample of a held-out task."""
+        assignment = self._assignment(group_id, attempt, task, version)
+        assignment.purpose = EVALUATION
+        assignment.sample_count = 1
+        assignment.sampling.temperature = 0.0
+        return assignment
+
+    def external(self, group: ExternalGroup, version: PolicyVersion) -> runner_pb2.GroupAssignment:
+        """Assign what a third party asked for."""
+        request = group.request
+        name = request.task.environment or next(iter(self._environments))
+        task = Task(name, request.task.split or "train", request.task.index)
+        assignment = self._assignment(group.rollout.group_id, group.attempts, task, version)
+        assignment.purpose = EXTERNAL
+        assignment.sample_count = request.sample_count
+        if request.HasField("prompt"):
+            assignment.environment = ""
+            assignment.prompt = request.prompt
+        if request.HasField("sampling"):
+            assignment.sampling.CopyFrom(request.sampling)
+        return assignment
+
+    def _assignment(
+        self, group_id: str, attempt: int, task: Task, version: PolicyVersion
+    ) -> runner_pb2.GroupAssignment:
+        environment = self._environments[task.environment]
+        return runner_pb2.GroupAssignment(
+            group_id=group_id,
+            position=-1,
+            attempt=attempt,
+            environment=task.environment,
+            split=task.split,
+            task_index=task.index,
+            sampling=types_pb2.Sampling(
+                temperature=environment.temperature,
+                max_new_tokens=environment.max_new_tokens,
+                stop_token_ids=environment.stop_token_ids,
+                seed=self._tasks.sampling_seed(group_id, attempt),
+            ),
+            dispatch_version=version.to_proto(),
+            # The salt invariant: a rollout never reads KV of weights older than those it was dispatched at.
+            salt=f"{self._run_id}/{version.incarnation}/{version.step}/{self._kv_dtype}",
+            deadline_ms=int(environment.deadline_s * 1000),
+        )
+
+
+def group_id_of(position: int) -> str:
+    """Name the group of a position."""
+    return f"train-{position}"
+
+
+def position_of(group_id: str) -> int | None:
+    """Return the position of a training group's name."""
+    kind, _, number = group_id.partition("-")
+    return int(number) if kind == "train" and number.isdecimal() else None

@@ -1,0 +1,303 @@
+"""A few steps through a whole orchestrator, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from slipstream.algorithms.staleness import Outcome
+from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
+from slipstream.api.run.v1 import run_pb2
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.common.errors import RolloutUnknown, RunnerSuperseded, StepNotNext, StepNotSealed, from_rpc_error
+from slipstream.common.state import SERVING
+from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.sequencer import unpacked
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+async def test_a_run_trains_every_step_evaluates_and_finishes(make_world: Make, background: Make, bound: int) -> None:
+    async with make_world(
+        total_steps=4, max_off_policy_steps=bound, step_quotas=True, evaluate_before=True, evaluate_after=True
+    ) as world:
+        async with background(world.runner_loop(), world.heartbeat_loop(), world.trainer_loop()):
+            run = await world.until(lambda run: run.phase == "ended")
+        assert (run.state, run.step) == (run_pb2.RUN_STATE_FINISHED, 4), run.reason
+        assert [(a.evaluation, a.environment, a.problem_count, a.step) for a in run.accuracies] == [
+            ("before", "words", 6, 0),
+            ("before", "numbers", 3, 0),
+            ("after", "words", 6, 4),
+            ("after", "numbers", 3, 4),
+        ]
+        assert len(world.trained) == 4 * 4 * 2
+        assert set(world.trained.values()) == {1}
+        for plan in world.plans:
+            for batch in plan.micro_batches:
+                for sequence in batch.sequences:
+                    assert 0 <= plan.version.step - 1 - sequence.dispatch_version.step <= bound
+        steps = world.metrics("step")
+        assert [record["step"] for record in steps] == [1, 2, 3, 4]
+        assert all(record["lag_max"] <= bound and record["groups_trained"] == 4 for record in steps)
+        assert {record["kind"] for record in world.metrics("update")} == {"update"}
+        training = [a for a in world.assignments if a.purpose == runner_pb2.GROUP_PURPOSE_TRAINING]
+        held_out = [a for a in world.assignments if a.purpose == runner_pb2.GROUP_PURPOSE_EVALUATION]
+        assert {(a.split, a.sample_count, a.sampling.temperature) for a in held_out} == {("held_out", 1, 0.0)}
+        assert {a.salt for a in training} <= {f"{run.run_id}/1/{step}/float32" for step in range(4)}
+
+        records: list[dict[str, Any]] = read_journal(world.orchestrator.journal.path).records
+        sealed = [record for record in records if record["kind"] == "sealed"]
+        assert [unpacked(record["plans"][0]) for record in sealed] == world.plans
+        ends = [r["position"] for r in records if r["kind"] == "ended"] + [p for s in sealed for p in s["positions"]]
+        assert sorted(ends) == list(range(world.orchestrator.sequencer.machine.next_position)), "one outcome each"
+
+
+async def test_trained_rows_are_released_and_versions_are_in_redis(make_world: Make, background: Make) -> None:
+    async with make_world(total_steps=2) as world:
+        async with background(world.runner_loop(), world.heartbeat_loop(), world.trainer_loop()):
+            await world.until(lambda run: run.phase == "ended")
+            async with asyncio.timeout(5):
+                redis = world.orchestrator.redis
+                while await redis.version(SERVING) != PolicyVersion(1, 2) or not await redis.leases():
+                    await world.run()
+            assert set(await redis.leases()) == {"runner/runner-1"}
+        await world.orchestrator.releaser.flush()
+        assert {f"{rollout}/{kind}" for rollout in world.trained for kind in "tl"} <= world.rows.released
+
+
+async def test_the_decode_pool_is_updated_before_the_prefill_pool(make_world: Make) -> None:
+    async with make_world() as world:
+        world.publish(0)
+        await world.until(lambda run: all(worker.state == "serving" for worker in run.workers))
+        groups = await world.acquire()
+        await world.report(*(world.finished(group) for group in groups))
+        await world.train((await world.plan(1)).plan)
+        await world.until(lambda run: run.serving.step == 1)
+        applied = [replica for kind, replica, version in world.calls if (kind, version) == ("apply", "1.1")]
+        assert applied == ["decode-1", "decode-2", "prefill-1"]
+
+
+async def test_a_worker_whose_update_fails_is_refitted_and_does_not_hold_serving_back(make_world: Make) -> None:
+    async with make_world() as world:
+        world.publish(0)
+        await world.until(lambda run: run.serving.incarnation == 1)
+        world.workers[1].corrupt_applies = 2
+        groups = await world.acquire()
+        await world.report(*(world.finished(group) for group in groups))
+        await world.train((await world.plan(1)).plan)
+        run = await world.until(lambda run: run.serving.step == 1)
+        assert {worker.replica for worker in run.workers if worker.state == "serving"} >= {"decode-1", "prefill-1"}
+        await world.until(lambda run: all(w.state == "serving" and w.version.step == 1 for w in run.workers))
+        assert [call for call in world.calls if call[1] == "decode-2" and call[2] == "1.1"] == [
+            ("begin", "decode-2", "1.1"),
+            ("corrupt", "decode-2", "1.1"),
+        ] * 2 + [("begin", "decode-2", "1.1"), ("apply", "decode-2", "1.1")]
+
+
+async def test_admission_stops_at_the_bound_and_opens_when_a_version_is_served(make_world: Make) -> None:
+    async with make_world(total_steps=10, max_off_policy_steps=1) as world:
+        world.publish(0)
+        first = await world.acquire(wait_ms=3000)
+        assert len(first) == 2 * 4, "(serving + B + 1) * groups_per_step"
+        assert await world.acquire(wait_ms=50) == []
+        answer = await world.report(*(world.finished(group, spread=False) for group in first[:3]))
+        assert len(answer.unneeded) == 3, "filtered: the rows may go"
+        assert len(await world.acquire()) == 3, "a filtered group frees its slot at once"
+        await world.report(*(world.finished(group) for group in first[3:7]))
+        assert await world.acquire(wait_ms=50) == [], "scored groups hold their slots until they are trained"
+        await world.train((await world.plan(1)).plan)
+        assert len(await world.acquire(wait_ms=3000)) == 4
+
+
+async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_again(make_world: Make) -> None:
+    async with make_world(total_steps=5, max_off_policy_steps=0, over_sampling=2.0) as world:
+        world.publish(0)
+        groups = await world.acquire(wait_ms=3000)
+        assert len(groups) == 8
+        waiting = asyncio.ensure_future(world.heartbeat(wait_ms=5000))
+        await asyncio.sleep(0.1)
+        await world.report(*(world.finished(group) for group in groups[:4]))
+        answer = await asyncio.wait_for(waiting, 1.0)
+        assert {(c.group.group_id, c.reason) for c in answer.cancellations} == {
+            (group.group_id, "AGED_OUT") for group in groups[4:]
+        }
+        late = await world.report(world.finished(groups[4]))
+        assert [attempt.group_id for attempt in late.refused] == [groups[4].group_id]
+        # The update waits for the acknowledgements.
+        await world.train((await world.plan(1)).plan)
+        await asyncio.sleep(0.3)
+        assert (await world.run()).serving.step == 0
+        await world.heartbeat(acknowledged=tuple(c.group for c in answer.cancellations))
+        again = await world.acquire(wait_ms=3000)
+        assert [(g.group_id, g.attempt) for g in again[:4]] == [(g.group_id, 2) for g in groups[4:]]
+        assert {g.dispatch_version.step for g in again} == {1}
+
+
+async def test_a_dead_runners_groups_go_to_another_as_new_attempts(make_world: Make) -> None:
+    async with make_world(runner_lease_ttl_s=0.6) as world:
+        world.publish(0)
+        first = await world.acquire(wait_ms=3000)
+        async with asyncio.timeout(5):
+            while not (again := await world.acquire(epoch="2", wait_ms=1000)):
+                pass
+        assert [(g.group_id, g.attempt) for g in again] == [(g.group_id, 2) for g in first]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.report(world.finished(first[0]), epoch="1")
+        assert isinstance(from_rpc_error(caught.value), RunnerSuperseded)
+        answer = await world.report(world.finished(first[0]), epoch="2")
+        assert len(answer.refused) == 1
+
+
+async def test_reports_plans_and_steps_answer_a_repeat_the_same(make_world: Make) -> None:
+    async with make_world() as world:
+        world.publish(0)
+        groups = await world.acquire(wait_ms=3000)
+        await world.report(*(world.finished(group) for group in groups[:4]))
+        repeat = await world.report(*(world.finished(group) for group in groups[:4]))
+        assert not repeat.refused
+        assert not repeat.unneeded
+        first, second = await world.plan(1), await world.plan(1)
+        assert first == second
+        await world.train(first.plan)
+        await world.train(first.plan)
+        assert (await world.run()).step == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.plan(3, wait_ms=0)
+        assert isinstance(from_rpc_error(caught.value), StepNotNext)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.batches.ReportStep(
+                batch_pb2.ReportStepRequest(request_id="x", version=PolicyVersion(1, 2).to_proto())
+            )
+        assert isinstance(from_rpc_error(caught.value), StepNotSealed)
+        pending = await world.plan(2, wait_ms=0)
+        assert pending.pending.needed_group_count == 4
+
+
+async def test_when_valkey_is_killed_admission_pauses_and_then_nothing_is_lost(
+    make_world: Make, background: Make, own_valkey: Any
+) -> None:
+    async with make_world(redis_url=own_valkey.url, total_steps=10_000) as world:
+        async with background(world.runner_loop(), world.heartbeat_loop(), world.trainer_loop()):
+            await world.until(lambda run: run.step >= 2)
+            own_valkey.kill()
+            paused = await world.until(lambda run: run.state == run_pb2.RUN_STATE_PAUSED)
+            assert "Redis" in paused.reason
+            assert await world.acquire(wait_ms=100) == []
+            own_valkey.start()
+            await world.until(lambda run: run.state == run_pb2.RUN_STATE_RUNNING)
+            serving = PolicyVersion.from_proto((await world.run()).serving)
+            assert await world.orchestrator.redis.version(SERVING) >= serving, "an empty server is filled again"
+            await world.until(lambda run: run.step >= paused.step + 5)
+            await world.runs.StopRun(run_pb2.StopRunRequest(request_id="1"))
+        assert set(world.trained.values()) == {1}
+        machine = world.orchestrator.sequencer.machine
+        assert sum(machine.outcomes.values()) + machine.open_groups == machine.next_position
+        assert set(machine.outcomes) <= {Outcome.TRAINED, Outcome.FILTERED, Outcome.CANCELLED}
+        trained = {int(name.removeprefix("train-").split(".")[0]) for name in world.trained}
+        kept = {r["position"] for r in read_journal(world.orchestrator.journal.path).records if r["kind"] == "ended"}
+        left = {group.position for group in machine}
+        assert trained | kept | left == set(range(machine.next_position)), "no position is lost"
+
+
+async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(make_world: Make) -> None:
+    async with make_world(max_consecutive_failures=4) as world:
+        world.publish(0)
+        failures = 0
+        while (await world.run()).phase != "ended":
+            groups = await world.acquire(wait_ms=200)
+            if groups:
+                failures += len(groups)
+                await world.report(*(world.failed(group) for group in groups))
+        run = await world.run()
+        assert run.state == run_pb2.RUN_STATE_FAILED
+        assert "division by zero" in run.reason
+        assert "failed in a row" in run.reason
+        assert (await world.plan(1)).HasField("ended")
+
+
+async def test_a_pool_that_stays_empty_ends_the_run_with_a_sentence(make_world: Make, background: Make) -> None:
+    async with make_world(pool_timeout_s=0.5, total_steps=1000) as world:
+        world.publish(0)
+        async with background(world.heartbeat_loop()):
+            await world.until(lambda run: run.serving.incarnation == 1)
+            world.workers[2].state = 4  # draining: it takes nothing any more
+            run = await world.until(lambda run: run.phase == "ended")
+        assert run.state == run_pb2.RUN_STATE_FAILED
+        assert run.reason == "the prefill pool had no routable worker for 0 s"
+
+
+async def test_a_paused_run_hands_nothing_out_and_a_stopped_one_ends_for_everyone(make_world: Make) -> None:
+    async with make_world() as world:
+        world.publish(0)
+        groups = await world.acquire(count=2, wait_ms=3000)
+        await world.runs.PauseRun(run_pb2.PauseRunRequest(request_id="1", reason="lunch"))
+        assert await world.acquire(wait_ms=50) == []
+        assert (await world.run()).reason == "lunch"
+        await world.runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="2"))
+        assert await world.acquire(count=1)
+        watched = [message async for message in _watch_after(world, "enough")]
+        assert watched[-1].run.state == run_pb2.RUN_STATE_STOPPED
+        beat = await world.heartbeat()
+        assert {c.group.group_id for c in beat.cancellations} >= {group.group_id for group in groups}
+        answer = await world.runners.AcquireGroups(
+            runner_pb2.AcquireGroupsRequest(request_id="9", runner_id="runner-1", runner_epoch="1", max_groups=1)
+        )
+        assert answer.run_ended
+
+
+async def _watch_after(world: Any, reason: str) -> AsyncIterator[Any]:
+    stream = world.runs.WatchRun(run_pb2.WatchRunRequest(max_per_second=10))
+    await world.runs.StopRun(run_pb2.StopRunRequest(request_id="3", reason=reason))
+    async for message in stream:
+        yield message
+
+
+async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> None:
+    async with make_world() as world:
+        world.publish(0)
+        request = rollout_pb2.CreateRolloutRequest(
+            request_id=uuid.uuid4().hex,
+            task=rollout_pb2.TaskRef(environment="words", split="held_out", index=5),
+            sample_count=3,
+        )
+        created = (await world.rollouts.CreateRollout(request)).rollout
+        assert (await world.rollouts.CreateRollout(request)).rollout.group_id == created.group_id
+        other = rollout_pb2.CreateRolloutRequest(request_id=uuid.uuid4().hex, prompt="hello", sample_count=1)
+        second = (await world.rollouts.CreateRollout(other)).rollout
+        groups = await world.acquire(count=2, wait_ms=3000)
+        assert [(g.group_id, g.sample_count, g.purpose) for g in groups] == [
+            (created.group_id, 3, runner_pb2.GROUP_PURPOSE_EXTERNAL),
+            (second.group_id, 1, runner_pb2.GROUP_PURPOSE_EXTERNAL),
+        ]
+        assert (groups[0].task_index, groups[1].prompt) == (5, "hello")
+        await world.report(world.finished(groups[0]))
+        ended = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created.group_id))).rollout
+        assert ended.state == rollout_pb2.ROLLOUT_STATE_FINISHED
+        assert len(ended.records) == 3
+        cancelled = await world.rollouts.CancelRollout(
+            rollout_pb2.CancelRolloutRequest(request_id="c", group_id=second.group_id)
+        )
+        assert cancelled.rollout.state == rollout_pb2.ROLLOUT_STATE_CANCELLED
+        assert [c.reason for c in (await world.heartbeat()).cancellations] == ["CLIENT"]
+
+        page = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(page_size=1))
+        rest = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(page_token=page.next_page_token))
+        assert [r.group_id for r in (*page.rollouts, *rest.rollouts)] == [created.group_id, second.group_id]
+        assert not rest.next_page_token
+        stream = world.rollouts.WatchRollouts(rollout_pb2.WatchRolloutsRequest(after_sequence=ended.sequence))
+        message = await asyncio.wait_for(stream.read(), 5)
+        assert message.rollout.group_id == second.group_id
+        stream.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id="nobody"))
+        assert isinstance(from_rpc_error(caught.value), RolloutUnknown)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.rollouts.OpenSession(rollout_pb2.OpenSessionRequest(request_id="s", idle_timeout_ms=1))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,66 @@
+"""The journal against torn tails and changed bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.common.errors import JournalCorrupt
+from slipstream.orchestrator.journal import Journal, read_journal
+
+
+def written(path: Path, count: int = 5) -> Path:
+    journal = Journal(path)
+    for step in range(count):
+        journal.append("sealed", step=step, positions=[step, step + 1])
+    journal.close()
+    return path
+
+
+def test_what_was_appended_is_read_back_in_order(tmp_path: Path) -> None:
+    recovered = read_journal(written(tmp_path / "journal"))
+    assert [record["step"] for record in recovered.records] == list(range(5))
+    assert recovered.cut_bytes == 0
+
+
+@pytest.mark.parametrize("lost", [1, 7, 30])
+def test_a_torn_tail_is_cut_off_and_reported_and_the_journal_goes_on(tmp_path: Path, lost: int) -> None:
+    path = written(tmp_path / "journal")
+    data = path.read_bytes()
+    path.write_bytes(data[:-lost])
+    journal = Journal(path)
+    assert len(journal.recovered.records) == 4
+    assert journal.recovered.cut_bytes == len(data.splitlines(keepends=True)[-1]) - lost
+    journal.append("sealed", step=9)
+    journal.close()
+    assert [record["step"] for record in read_journal(path).records] == [0, 1, 2, 3, 9]
+
+
+def test_a_flipped_byte_anywhere_before_the_last_line_end_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "journal", 2)
+    data = path.read_bytes()
+    for offset in range(len(data) - 1):
+        changed = bytearray(data)
+        changed[offset] ^= 0x01
+        path.write_bytes(changed)
+        with pytest.raises(JournalCorrupt):
+            Journal(path)
+        assert path.read_bytes() == changed, "a refused journal is left as it is"
+
+
+def test_a_record_taken_out_is_noticed(tmp_path: Path) -> None:
+    path = written(tmp_path / "journal")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(JournalCorrupt, match="missing"):
+        read_journal(path)
+
+
+async def test_sync_covers_everything_appended_before_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append("sealed", step=1)
+    await journal.sync()
+    await journal.sync()
+    journal.close()
+    assert len(read_journal(journal.path).records) == 1
