@@ -150,7 +150,9 @@ class Run:
         assert sum(self.trained_positions.values()) == self.machine.total_steps * self.machine.groups_per_step
 
 
-policies = st.dictionaries(st.sampled_from(ENVIRONMENTS), st.sampled_from(list(AgeOut)), max_size=2)
+policies: st.SearchStrategy[dict[str, AgeOut]] = st.dictionaries(
+    st.sampled_from(ENVIRONMENTS), st.sampled_from(list(AgeOut)), max_size=2
+)
 
 
 @st.composite
