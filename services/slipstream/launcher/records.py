@@ -37,7 +37,8 @@ class RunRecords:
     config: Record
     metrics: list[Record]
     timeline: dict[str, list[Record]]
-    rollouts: list[Record]
+    evaluations: list[Record]
+    """Rollouts of held-out problems; those of training are many, and not needed."""
     launcher: list[Record] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[Record]:
@@ -71,8 +72,11 @@ def read_run(run: RunDir) -> RunRecords:
         config=config,
         metrics=list(read_json_lines(run.path / "metrics.jsonl")),
         timeline={path.stem: list(read_json_lines(path)) for path in sorted((run.path / "timeline").glob("*.jsonl"))},
-        rollouts=[
-            record for path in sorted((run.path / "rollouts").glob("*.jsonl")) for record in read_json_lines(path)
+        evaluations=[
+            record
+            for path in sorted((run.path / "rollouts").glob("*.jsonl"))
+            for record in read_json_lines(path)
+            if record.get("purpose") == "evaluation"
         ],
         launcher=list(read_json_lines(run.events_file)),
     )

@@ -223,11 +223,10 @@ def _throughput(records: RunRecords) -> list[str]:
 
 def _samples(records: RunRecords) -> list[str]:
     asked: dict[tuple[str, int], dict[str, Record]] = {}
-    for rollout in records.rollouts:
-        if rollout.get("purpose") == "evaluation":
-            when = "before" if str(rollout.get("dispatch_version", "")).endswith(".0") else "after"
-            key = (str(rollout.get("environment")), int(rollout.get("task_index", 0)))
-            asked.setdefault(key, {})[when] = rollout
+    for rollout in records.evaluations:
+        when = "before" if str(rollout.get("dispatch_version", "")).endswith(".0") else "after"
+        key = (str(rollout.get("environment")), int(rollout.get("task_index", 0)))
+        asked.setdefault(key, {})[when] = rollout
     cards = []
     for environment in _environments(records):
         pairs = [pair for (name, _), pair in sorted(asked.items()) if name == environment and "before" in pair]
