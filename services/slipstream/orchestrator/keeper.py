@@ -19,7 +19,7 @@ import structlog
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.run.v1 import run_pb2
-from slipstream.common.errors import SlipstreamError, from_rpc_error
+from slipstream.common.errors import SlipstreamError, VersionNotNewer, from_rpc_error
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.config import KeeperConfig, WorkerConfig
 from slipstream.orchestrator.metrics import MetricsFile
@@ -147,6 +147,7 @@ class VersionKeeper:
         """Bring `workers` to `version`: all fetch at once, then one after the other swaps, decode first."""
         begun = await asyncio.gather(*(self._begin(worker, version) for worker in workers))
         ready = [(worker, update_id) for worker, update_id in zip(workers, begun, strict=True) if update_id]
+        self._advance()
         if not ready:
             return
         await self.until_cancelled(self.config.cancel_ack_timeout_s)
@@ -214,22 +215,26 @@ class VersionKeeper:
             log.debug("abort_failed", worker=worker.replica, reason=from_rpc_error(error).reason)
 
     async def _failed(self, worker: Worker, stage: str, version: PolicyVersion, error: SlipstreamError) -> None:
-        self._back_off(worker)
-        if error.reason == "VERSION_NOT_NEWER":
+        if isinstance(error, VersionNotNewer):
+            # It refitted itself meanwhile: no failure. The pause keeps a worker that contradicts itself from spinning.
             log.debug("update_not_needed", worker=worker.replica, policy_version=str(version))
-        else:
-            log.warning(
-                "update_failed",
-                worker=worker.replica,
-                stage=stage,
-                policy_version=str(version),
-                reason=error.reason,
-                detail=error.message,
-                failures=worker.failures,
-            )
-            self.metrics.write(
-                "update_failed", version=str(version), replica=worker.replica, stage=stage, reason=error.reason
-            )
+            await self._look(worker)
+            if worker.version < version:
+                worker.retry_at = self.clock() + self.config.refit_backoff_s
+            return
+        self._back_off(worker)
+        log.warning(
+            "update_failed",
+            worker=worker.replica,
+            stage=stage,
+            policy_version=str(version),
+            reason=error.reason,
+            detail=error.message,
+            failures=worker.failures,
+        )
+        self.metrics.write(
+            "update_failed", version=str(version), replica=worker.replica, stage=stage, reason=error.reason
+        )
         await self._look(worker)
 
     def _back_off(self, worker: Worker) -> None:

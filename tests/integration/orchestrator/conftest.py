@@ -26,18 +26,11 @@ from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channel import open_channel
-from slipstream.common.errors import SlipstreamError, refuse
+from slipstream.common.errors import VersionNotNewer, WeightsCorrupt, refuse
 from slipstream.common.runtime import Service
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.__main__ import Orchestrator
 from slipstream.orchestrator.config import EnvironmentConfig, KeeperConfig, OrchestratorConfig, WorkerConfig
-
-
-class WeightsCorruptHere(SlipstreamError):
-    """What a worker says when bytes do not match."""
-
-    code = grpc.StatusCode.DATA_LOSS
-    reason = "TEST_WEIGHTS_CORRUPT"
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -56,6 +49,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.GetWorkerResponse(replica=self.replica, epoch="1", state=self.state, version=version)
 
     async def BeginUpdate(self, request: worker_pb2.BeginUpdateRequest, context: Any) -> Any:
+        if PolicyVersion.from_proto(request.version) <= self.version and self.state != worker_pb2.WORKER_STATE_STALE:
+            await refuse(context, VersionNotNewer("served already"))
         self.pending[request.update_id] = PolicyVersion.from_proto(request.version)
         self.calls.append(("begin", self.replica, str(self.pending[request.update_id])))
         return worker_pb2.BeginUpdateResponse(worker_epoch="1")
@@ -66,7 +61,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.corrupt_applies -= 1
             self.state = worker_pb2.WORKER_STATE_STALE
             self.calls.append(("corrupt", self.replica, str(version)))
-            await refuse(context, WeightsCorruptHere("a checksum differs"))
+            await refuse(context, WeightsCorrupt("a checksum differs"))
         self.version, self.state = version, worker_pb2.WORKER_STATE_SERVING
         self.calls.append(("apply", self.replica, str(version)))
         return worker_pb2.ApplyUpdateResponse(pause_us=1000, in_flight_sample_count=3)
