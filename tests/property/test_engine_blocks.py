@@ -12,14 +12,23 @@ from slipstream.engine.base import DecodeRequest, PrefillRequest, Sampling
 from slipstream.engine.embedded import sampler
 from slipstream.engine.embedded.blocks import BlockPool
 from slipstream.engine.embedded.config import EmbeddedConfig
-from slipstream.engine.embedded.core import Chunks, EngineCore, PrefillDone
+from slipstream.engine.embedded.core import EngineCore
+from slipstream.engine.embedded.outputs import Chunks, PrefillDone
 from slipstream.engine.hashing import block_hashes
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
 from slipstream.models.qwen3_moe.state_dict import to_hf
 
 SIZES = MoeConfig(
-    vocab_size=11, dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, n_experts=2, expert_dim=4, max_context_tokens=16
+    vocab_size=11,
+    dim=8,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=4,
+    n_experts=2,
+    expert_dim=4,
+    max_context_tokens=16,
 )
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.embedded.core import Chunks, EngineCore
+from slipstream.engine.embedded.core import EngineCore
+from slipstream.engine.embedded.outputs import Chunks
 from tests.unit.engine.helpers import (
     CONFIG,
     PROMPT,

@@ -36,48 +36,12 @@ from slipstream.engine.embedded.blocks import BlockPool
 from slipstream.engine.embedded.busy import BusyLog
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.kv import KvPool, PagedAttention
+from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, RouteRows, Transfer
 from slipstream.engine.embedded.weights import LiveWeights
 from slipstream.engine.hashing import block_hashes
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import MoeModel, build_model
 
-
-@dataclass(frozen=True)
-class RouteRows:
-    """Expert routes of consecutive positions: uint8 `[n, moe_layers, top_k]`."""
-
-    key: str
-    first_position: int
-    rows: np.ndarray
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A prefill's KV, held for whoever fetches it."""
-
-    result: PrefillResult
-    blocks: list[int]
-    block_hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PrefillDone:
-    """Output: a prefill succeeded, or was aborted."""
-
-    request_id: str
-    outcome: Transfer | RequestAborted
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Output: news of a decode request's samples. `ended`: nothing follows."""
-
-    request_id: str
-    chunks: list[SampleChunk]
-    ended: bool = False
-
-
-Output = RouteRows | PrefillDone | Chunks
 Waiting = PrefillRequest | ActiveDecode
 
 

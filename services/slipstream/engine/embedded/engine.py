@@ -49,7 +49,8 @@ from slipstream.engine.base import (
 )
 from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
-from slipstream.engine.embedded.core import Chunks, EngineCore, Output, PrefillDone, RouteRows, Transfer
+from slipstream.engine.embedded.core import EngineCore
+from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, RouteRows, Transfer
 from slipstream.engine.embedded.routes import RouteStore
 from slipstream.models.qwen3_moe.config import MoeConfig
 

@@ -1,0 +1,48 @@
+"""What a step of the engine hands out: routes, finished prefills, and news of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.common.errors import RequestAborted
+from slipstream.engine.base import PrefillResult, SampleChunk
+
+
+@dataclass(frozen=True)
+class RouteRows:
+    """Expert routes of consecutive positions: uint8 `[n, moe_layers, top_k]`."""
+
+    key: str
+    first_position: int
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A prefill's KV, held for whoever fetches it."""
+
+    result: PrefillResult
+    blocks: list[int]
+    block_hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefillDone:
+    """Output: a prefill succeeded, or was aborted."""
+
+    request_id: str
+    outcome: Transfer | RequestAborted
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Output: news of a decode request's samples. `ended`: nothing follows."""
+
+    request_id: str
+    chunks: list[SampleChunk]
+    ended: bool = False
+
+
+Output = RouteRows | PrefillDone | Chunks
