@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.common.config import ConfigError, dump_toml, help_text, load_config, parse_arguments
-from slipstream.launcher.rundir import RunDirError, find_run
+from slipstream.launcher.errors import LauncherError
+from slipstream.launcher.rundir import find_run
 
 if TYPE_CHECKING:
     from slipstream.launcher.config import RunConfig
@@ -44,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(f"unknown command {command!r}; one of {', '.join(name for name in COMMANDS if name[0] != '-')}")
     try:
         sys.exit(run_command(rest))
-    except (ConfigError, RunDirError) as error:
+    except (ConfigError, LauncherError) as error:
         _fail(str(error))
+    except KeyboardInterrupt:  # before or after the session, which handles it itself
+        sys.exit(130)
 
 
 def _fail(message: str) -> NoReturn:

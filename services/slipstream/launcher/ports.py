@@ -16,13 +16,11 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from slipstream.launcher.errors import NoPortError
+
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 15000
 EPHEMERAL_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-
-class NoPortError(RuntimeError):
-    """Every candidate port is taken."""
 
 
 def ephemeral_range() -> tuple[int, int]:

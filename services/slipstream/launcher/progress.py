@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
-from slipstream.launcher.session import RunFailedError
+from slipstream.launcher.errors import RunFailedError
 
 log = structlog.get_logger()
 

@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.common.auth import write_token
+from slipstream.launcher.errors import RunDirError
 
 SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
 MAX_NAME_ATTEMPTS = 10_000
-
-
-class RunDirError(RuntimeError):
-    """A run directory is missing, in use, or cannot be made; the message is for people."""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.launcher.errors import RunFailedError, ServiceDiedError
 from slipstream.launcher.process import ProcessSpec
-from slipstream.launcher.supervisor import ServiceDiedError, Supervisor
+from slipstream.launcher.supervisor import Supervisor
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class RunFailedError(RuntimeError):
-    """The run ended by a fault of its own; the message is one sentence."""
 
 
 @dataclass(frozen=True)

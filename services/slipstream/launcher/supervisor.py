@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, NoReturn
 
+from slipstream.launcher.errors import ServiceDiedError
 from slipstream.launcher.process import ProcessSpec, SupervisedProcess
 
 POLL_INTERVAL_S = 0.1
@@ -27,14 +28,6 @@ ALWAYS_RESTART_BUDGET = 20
 
 RestartPolicy = Literal["never", "on_failure"]
 OnEvent = Callable[..., None]
-
-
-class ServiceDiedError(RuntimeError):
-    """A service ended, or did not come up, and the run ends with it. The message names it and its log."""
-
-    def __init__(self, message: str, replica: str) -> None:
-        super().__init__(message)
-        self.replica = replica
 
 
 class Supervisor:

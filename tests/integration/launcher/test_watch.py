@@ -12,10 +12,10 @@ from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig
 from slipstream.common.runtime import Service
+from slipstream.launcher.errors import RunFailedError
 from slipstream.launcher.ports import write_endpoints
 from slipstream.launcher.progress import watch_run
 from slipstream.launcher.rundir import create_run_dir
-from slipstream.launcher.session import RunFailedError
 from slipstream.launcher.status import print_status, read_status
 
 

@@ -7,7 +7,8 @@ import stat
 
 import pytest
 
-from slipstream.launcher.rundir import RunDirError, RunLock, create_run_dir, find_run, launcher_pid
+from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.rundir import RunLock, create_run_dir, find_run, launcher_pid
 
 
 def test_a_taken_name_gets_a_number(tmp_path):

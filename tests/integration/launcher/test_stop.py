@@ -1,0 +1,31 @@
+"""`slipstream stop` from another process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from slipstream.launcher.rundir import create_run_dir, launcher_pid
+from slipstream.launcher.stop import stop_run
+
+HOLD = """
+import pathlib, sys, time
+from slipstream.launcher.rundir import RunDir, RunLock
+lock = RunLock(RunDir(pathlib.Path(sys.argv[1])))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
+    run = create_run_dir(tmp_path, "demo")
+    assert stop_run(run) == 0
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "held\n"
+        assert launcher_pid(run) == launcher.pid
+        assert stop_run(run) == 0
+        assert launcher_pid(run) is None
+        assert launcher.wait() == -signal.SIGTERM
+    assert capsys.readouterr().out.splitlines() == ["demo is not running", "demo has stopped"]
