@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from slipstream.api.inference.v1 import decode_pb2_grpc, worker_pb2
+from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.config import cli
 from slipstream.common.telemetry import setup_logging
 from slipstream.decode.config import DecodeConfig
 from slipstream.decode.kv_client import KvClient
-from slipstream.decode.servicer import DecodeServicer
+from slipstream.decode.servicer import decode_servicers
 from slipstream.engine.worker.worker import Worker
 
 
@@ -20,13 +20,8 @@ def main() -> None:
 
     def build_pool(worker: Worker, token: str | None) -> Pool:
         kv = KvClient(token, worker.engine.limits.block_size_tokens, config.kv_timeout_s)
-        servicer = DecodeServicer(worker.engine, worker.gate, worker.routes, kv)
-        add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
-        return Pool(
-            [(add, servicer, "slipstream.api.inference.v1.DecodeService")],
-            {"release_kv": lambda: kv.release_for_ever(config.kv_release_interval_s)},
-            kv.close,
-        )
+        loops = {"release_kv": lambda: kv.release_for_ever(config.kv_release_interval_s)}
+        return Pool(decode_servicers(worker, kv), loops, kv.close)
 
     asyncio.run(run_worker(config, worker_pb2.WORKER_ROLE_DECODE, build_pool))
 

@@ -16,6 +16,7 @@ from slipstream.engine.base import DecodeRequest, Engine, SampleChunk
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.prompts import chunk_to_proto, prompt_tokens, sampling_from_proto
 from slipstream.engine.worker.rows import RouteRows
+from slipstream.engine.worker.worker import Servicer, Worker
 
 DEFAULT_FLUSH_S = 1.0
 
@@ -118,3 +119,10 @@ def _all_aborted(sample_count: int) -> decode_pb2.DecodeResponse:
         for index in range(sample_count)
     ]
     return decode_pb2.DecodeResponse(chunks=chunks)
+
+
+def decode_servicers(worker: Worker, kv: KvClient) -> list[Servicer]:
+    """What a decode worker serves beside what every worker does."""
+    servicer = DecodeServicer(worker.engine, worker.gate, worker.routes, kv)
+    add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+    return [(add, servicer, "slipstream.api.inference.v1.DecodeService")]

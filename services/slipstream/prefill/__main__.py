@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from slipstream.api.inference.v1 import prefill_pb2_grpc, worker_pb2
+from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.config import cli
 from slipstream.common.telemetry import setup_logging
 from slipstream.engine.worker.worker import Worker
 from slipstream.prefill.config import PrefillConfig
-from slipstream.prefill.servicer import KvServicer, PrefillServicer
+from slipstream.prefill.servicer import prefill_servicers
 
 
 def main() -> None:
@@ -18,17 +18,7 @@ def main() -> None:
     from slipstream.engine.worker.process import Pool, run_worker  # torch takes seconds: not for --help
 
     def build_pool(worker: Worker, token: str | None) -> Pool:
-        prefill = PrefillServicer(
-            worker.identity, worker.engine, worker.gate, worker.routes, config.engine.transfer_ttl_s
-        )
-        kv = KvServicer(worker.engine, worker.gate)
-        package = "slipstream.api.inference.v1"
-        return Pool(
-            [
-                (prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill, f"{package}.PrefillService"),
-                (prefill_pb2_grpc.add_KvServiceServicer_to_server, kv, f"{package}.KvService"),
-            ]
-        )
+        return Pool(prefill_servicers(worker, config.engine.transfer_ttl_s))
 
     asyncio.run(run_worker(config, worker_pb2.WORKER_ROLE_PREFILL, build_pool))
 

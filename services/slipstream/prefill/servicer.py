@@ -17,6 +17,7 @@ from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.prompts import prompt_tokens
 from slipstream.engine.worker.rows import RouteRows
+from slipstream.engine.worker.worker import Servicer, Worker
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -103,3 +104,14 @@ class KvServicer(prefill_pb2_grpc.KvServiceServicer):
     ) -> prefill_pb2.ReleaseKvResponse:
         released = sum(self._engine.release_kv(transfer_id) for transfer_id in request.transfer_ids)
         return prefill_pb2.ReleaseKvResponse(released_count=released)
+
+
+def prefill_servicers(worker: Worker, kv_ttl_s: float) -> list[Servicer]:
+    """What a prefill worker serves beside what every worker does."""
+    prefill = PrefillServicer(worker.identity, worker.engine, worker.gate, worker.routes, kv_ttl_s)
+    kv = KvServicer(worker.engine, worker.gate)
+    package = "slipstream.api.inference.v1"
+    return [
+        (prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill, f"{package}.PrefillService"),
+        (prefill_pb2_grpc.add_KvServiceServicer_to_server, kv, f"{package}.KvService"),
+    ]

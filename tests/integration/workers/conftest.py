@@ -1,0 +1,273 @@
+"""A broadcaster, one prefill and two decode workers in this process, over real gRPC, on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
+from slipstream.api.inference.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from slipstream.api.rollout.v1 import rows_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.broadcaster.config import BroadcasterConfig
+from slipstream.broadcaster.publications import Publications
+from slipstream.broadcaster.servicer import BroadcastServicer
+from slipstream.broadcaster.store import VersionStore
+from slipstream.common.channel import open_channel
+from slipstream.common.errors import from_rpc_error
+from slipstream.common.runtime import build_server
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.decode.config import DecodeConfig
+from slipstream.decode.kv_client import KvClient
+from slipstream.decode.servicer import decode_servicers
+from slipstream.engine.embedded.config import EmbeddedConfig
+from slipstream.engine.worker.worker import Worker
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.prefill.config import PrefillConfig
+from slipstream.prefill.servicer import prefill_servicers
+from slipstream.weights.manifest import Manifest, Probe
+from slipstream.weights.transport import GrpcWeightTransport
+
+SIZES = MoeConfig(
+    vocab_size=23, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, expert_dim=16, max_context_tokens=512
+)
+ENGINE = EmbeddedConfig(block_size_tokens=4, block_count=1024, max_running_samples=16)
+PROBE_TOKENS = [1, 2, 3, 5, 8, 13]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+class SharedState:
+    """Redis as workers and broadcaster see it."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, PolicyVersion] = {}
+
+    async def advance(self, key: str, version: PolicyVersion) -> bool:
+        self.versions[key] = version
+        return True
+
+    async def version(self, key: str) -> PolicyVersion:
+        return self.versions.get(key, UNSET)
+
+
+class Member:
+    """One running worker with stubs for everything it serves."""
+
+    def __init__(self, worker: Worker, server: grpc.aio.Server, kv: KvClient | None) -> None:
+        self.worker = worker
+        self.server = server
+        self.kv = kv
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.channel = open_channel(worker.identity.address)
+        self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.rows = rows_pb2_grpc.RowsServiceStub(self.channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
+        self.transfers = prefill_pb2_grpc.KvServiceStub(self.channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
+
+    @property
+    def epoch(self) -> str:
+        return self.worker.identity.epoch
+
+    async def describe(self) -> worker_pb2.GetWorkerResponse:
+        return await self.control.GetWorker(worker_pb2.GetWorkerRequest())
+
+    async def serving(self, version: PolicyVersion) -> None:
+        """Wait until it serves `version`."""
+        async with asyncio.timeout(10):
+            while self.worker.updates.version != version:  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.005)
+
+    async def update(self, version: PolicyVersion, update_id: str = "u") -> worker_pb2.ApplyUpdateResponse:
+        """What the version keeper does."""
+        begin = worker_pb2.BeginUpdateRequest(
+            update_id=update_id, holder="keeper", version=version.to_proto(), lease_ttl_ms=5000
+        )
+        await self.control.BeginUpdate(begin)
+        applied = await self.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id=update_id))
+        await self.control.FinishUpdate(worker_pb2.FinishUpdateRequest(update_id=update_id))
+        return applied
+
+    async def freed(self) -> None:
+        """Wait until no request holds a block."""
+        async with asyncio.timeout(10):
+            while self.worker.engine.load().blocks_used:  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.server.stop(None)
+        for task in self.tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if self.kv is not None:
+            await self.kv.close()
+        await self.worker.close()
+
+
+class Cluster:
+    """The two pools and the broadcaster; models by seed, versions published by the test."""
+
+    def __init__(self, make_config: Callable[..., Any], run_dir: Path) -> None:
+        self.make_config = make_config
+        self.run_dir = run_dir
+        self.state = SharedState()
+        self.members: list[Member] = []
+        self.models: dict[PolicyVersion, Any] = {}
+
+    async def start(self) -> None:
+        self.store = VersionStore(self.run_dir / "versions", 1 << 30)
+        self.publications = Publications(self.store, self.state, 3, 60.0)
+        servicer = BroadcastServicer(self.store, self.publications)
+        add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
+        config = self.make_config(BroadcasterConfig)
+        service = "slipstream.api.broadcast.v1.BroadcastService"
+        self.server, self.port = build_server(config, [(add, servicer, service)])
+        await self.server.start()
+        self.channel = open_channel(f"127.0.0.1:{self.port}")
+        self.transport = GrpcWeightTransport(self.channel)
+
+    async def stop(self) -> None:
+        for member in self.members:
+            await member.stop()
+        await self.channel.close()
+        await self.server.stop(None)
+
+    def model(self, version: PolicyVersion) -> Any:
+        """The trainer's model of a version; its step is its seed."""
+        from slipstream.models.qwen3_moe.model import build_model, init_weights
+
+        if version not in self.models:
+            model = build_model(SIZES)
+            init_weights(model, version.step)
+            self.models[version] = model.eval().requires_grad_(False)
+        return self.models[version]
+
+    def logprobs(self, version: PolicyVersion, token_ids: Sequence[int]) -> Any:
+        import torch
+
+        model = self.model(version)
+        model.routes.begin()
+        return torch.log_softmax(model(torch.tensor([list(token_ids)]))[0], -1)
+
+    def greedy(self, version: PolicyVersion, prompt: Sequence[int], count: int) -> list[int]:
+        """The plain loop: one full forward pass for each token."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logprobs(version, tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    async def publish(self, version: PolicyVersion, probe_error: float = 0.0) -> Manifest:
+        from slipstream.models.qwen3_moe.state_dict import to_hf
+
+        logprobs = self.logprobs(version, PROBE_TOKENS)
+        probe = [float(logprobs[i, token]) + probe_error for i, token in enumerate(PROBE_TOKENS[1:])]
+        tensors = {name: tensor.numpy() for name, tensor in to_hf(self.model(version)).items()}
+        return await self.transport.publish(version, tensors, Probe(tuple(PROBE_TOKENS), tuple(probe), 1e-3))
+
+    async def add_worker(self, kind: str, replica: str = "", transport: Any = None, **fields: Any) -> Member:
+        from slipstream.engine.embedded.engine import EmbeddedEngine
+
+        config_class = PrefillConfig if kind == "prefill" else DecodeConfig
+        config = self.make_config(config_class, replica=replica or f"{kind}-1", **fields)
+        engine = EmbeddedEngine(SIZES, config.engine if "engine" in fields else ENGINE)
+        await engine.start()
+        transport = transport or GrpcWeightTransport(self.channel)
+        kv = None
+        if kind == "prefill":
+            worker = Worker(config, worker_pb2.WORKER_ROLE_PREFILL, engine, transport, self.state)
+            servicers = prefill_servicers(worker, ENGINE.transfer_ttl_s)
+        else:
+            worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state)
+            kv = KvClient(None, ENGINE.block_size_tokens, config.kv_timeout_s)
+            servicers = decode_servicers(worker, kv)
+        server, port = build_server(config, [*worker.servicers(), *servicers])
+        await server.start()
+        await worker.bound(port)
+        member = Member(worker, server, kv)
+        loops: list[Coroutine[Any, Any, Any]] = [worker.updates.follow(), worker.observe()]
+        loops += [kv.release_for_ever(0.05)] if kv else []
+        member.tasks = [asyncio.get_running_loop().create_task(loop) for loop in loops]
+        self.members.append(member)
+        return member
+
+    def prefill_request(self, member: Member, request_id: str = "g.0", **fields: Any) -> prefill_pb2.PrefillRequest:
+        prompt = prefill_pb2.Prompt(new_token_ids=fields.pop("prompt", PROMPT))
+        values = {"worker_epoch": member.epoch, "salt": "run/1.1/float32", "capture_routes": True, **fields}
+        return prefill_pb2.PrefillRequest(request_id=request_id, prompt=prompt, **values)
+
+    def decode_request(
+        self, member: Member, kv: prefill_pb2.KvHandle | None, request_id: str = "g.0", samples: int = 1, **fields: Any
+    ) -> decode_pb2.DecodeRequest:
+        prompt = prefill_pb2.Prompt(new_token_ids=fields.pop("prompt", PROMPT))
+        sampling = types_pb2.Sampling(**{"max_new_tokens": 8, "seed": 7, **fields.pop("sampling", {})})
+        values = {"worker_epoch": member.epoch, "salt": "run/1.1/float32", "capture_routes": True, **fields}
+        return decode_pb2.DecodeRequest(
+            request_id=request_id,
+            prompt=prompt,
+            kv=kv,
+            sample_ids=[f"{request_id}.{index}" for index in range(samples)],
+            sampling=sampling,
+            **values,
+        )
+
+    async def samples(self, member: Member, request: decode_pb2.DecodeRequest) -> list[decode_pb2.SampleChunk]:
+        """All chunks of each sample put together."""
+        whole = [decode_pb2.SampleChunk(sample_index=index) for index in range(len(request.sample_ids))]
+        async for message in member.decode.Decode(request, timeout=30):
+            for chunk in message.chunks:
+                whole[chunk.sample_index].MergeFrom(chunk)
+        return whole
+
+
+async def reason_of(call: Any) -> str:
+    """The reason a call is refused with."""
+
+    async def run() -> None:
+        if not hasattr(call, "__aiter__"):
+            await call
+            return
+        async for _ in call:
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await run()
+    return from_rpc_error(refused.value).reason
+
+
+@pytest.fixture
+def refusal() -> Callable[[Any], Coroutine[Any, Any, str]]:
+    return reason_of
+
+
+@pytest.fixture
+async def empty_cluster(make_config, tmp_path) -> AsyncIterator[Cluster]:
+    """A broadcaster without versions or workers."""
+    cluster = Cluster(make_config, tmp_path)
+    await cluster.start()
+    yield cluster
+    await cluster.stop()
+
+
+@pytest.fixture
+async def cluster(empty_cluster) -> Cluster:
+    """Version 1.1 served by one prefill and one decode worker."""
+    await empty_cluster.publish(PolicyVersion(1, 1))
+    for kind in ("prefill", "decode"):
+        member = await empty_cluster.add_worker(kind)
+        await member.serving(PolicyVersion(1, 1))
+    return empty_cluster
