@@ -122,7 +122,7 @@ class StalenessMachine:
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Groups of each environment in a step. They yield rather than stall: see `_selection`."""
     quota_patience_groups: int | None = None
-    """Scored groups beyond `groups_per_step` at which quotas yield; None means `groups_per_step`."""
+    """Scored groups beyond `groups_per_step` at which quotas yield; None means half of that."""
     max_losses: int = 3
     """Attempts of one position that may die with their runner before it ends as failed."""
 
@@ -370,7 +370,7 @@ class StalenessMachine:
                 surplus.append(group)
         if len(chosen) >= size:
             return chosen[:size]
-        patience = self.groups_per_step if self.quota_patience_groups is None else self.quota_patience_groups
+        patience = size // 2 if self.quota_patience_groups is None else self.quota_patience_groups
         idle = len(self._scored) + self._sealed_count() == len(self._open)
         stuck = idle and not self.dispatchable and self.serving_step == self.sealed_step
         if stuck or len(self._scored) >= size + patience:

@@ -101,7 +101,7 @@ class OrchestratorConfig(ServiceConfig):
     """Compose each step of the environments by their weights, as long as that stalls nothing."""
 
     quota_patience_groups: int | None = Field(default=None, ge=0)
-    """Groups ready beyond a step's at which its quotas yield. Unset means groups_per_step."""
+    """Groups ready beyond a step's at which its quotas yield. Unset means half of groups_per_step."""
 
     min_reward_std: float = Field(default=1e-6, ge=0)
     """Groups whose rewards spread less teach nothing and are dropped."""
