@@ -1,0 +1,103 @@
+"""Write an expression of single digits and operators that evaluates to a number; judged by running it.
+
+There are many right answers and no list of them: only execution tells. A literal has one digit, so the number itself
+is no answer. The samples of a group are judged by one execution of `expression_judge.py` in the sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.common.sandbox_client import SandboxLimits
+from slipstream.environments.base import Completion, Score, Split, Task
+from slipstream.environments.config import ExpressionConfig
+from slipstream.environments.tokenizer import EXPRESSION_INSTRUCTION
+from slipstream.environments.tools import Tools
+
+
+class Expression:
+    """Numbers from a range, split by seed into held-out and training ones."""
+
+    def __init__(self, config: ExpressionConfig, seed: int) -> None:
+        self.name = config.name
+        self._config = config
+        self._seed = seed
+        targets = list(range(config.min_target, config.max_target + 1))
+        random.Random(f"expression/{seed}").shuffle(targets)
+        self.held_out = targets[: config.evaluation_task_count]
+        self.training = targets[config.evaluation_task_count :]
+
+    def task(self, split: Split, index: int) -> Task:
+        if split == "held_out":
+            return Task(split, index, {"target": self.held_out[index % len(self.held_out)]})
+        return Task(split, index, {"target": random.Random(f"{self._seed}/{index}").choice(self.training)})
+
+    def prompt(self, task: Task) -> str:
+        return _question(task.payload["target"])
+
+    async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
+        target = task.payload["target"]
+        request = {
+            "target": target,
+            "cpu_s": self._config.sample_cpu_s,
+            "memory_bytes": self._config.sample_memory_bytes,
+            "expressions": [completion.text if completion.stopped else None for completion in completions],
+        }
+        limits = SandboxLimits(wall_s=self._config.sandbox_wall_s)
+        result = await tools.run_python(_judge(), json.dumps(request).encode(), limits)
+        verdicts = _verdicts(result.stdout, len(completions))
+        return [self._score(target, verdict or {"outcome": result.outcome}) for verdict in verdicts]
+
+    def demonstration(self, index: int, *, validation: bool = False) -> tuple[str, str] | None:
+        if validation:  # there is no single right answer
+            return None
+        rng = random.Random(f"{self._seed}/demonstration/{index}")
+        target = rng.choice(self.training)
+        return _question(target), _form(target, rng, self._config.demonstration_error_share)
+
+    def _score(self, target: int, verdict: dict[str, Any]) -> Score:
+        if verdict.get("correct"):
+            return Score(1.0, True, str(verdict["value"]))
+        value = verdict.get("value")
+        credit = 0.0
+        if isinstance(value, int) and self._config.near_miss_credit:
+            closeness = 1.0 - abs(value - target) / self._config.near_miss_range
+            credit = self._config.near_miss_credit * max(0.0, closeness)
+        return Score(credit, False, str(value) if value is not None else str(verdict.get("outcome", "")))
+
+
+def _question(target: int) -> str:
+    return f"{EXPRESSION_INSTRUCTION}{target}\n"
+
+
+def _form(target: int, rng: random.Random, error_share: float) -> str:
+    """One form of many: the tens as 5 * (9 * a + b), then the units; in part of them one digit is off."""
+    tens, unit = divmod(target, 10)
+    digits = [*divmod(2 * tens, 9), unit]
+    if rng.random() < error_share:
+        place = rng.randrange(3)
+        digits[place] = min(9, max(0, digits[place] + rng.choice((-2, -1, 1, 2))))
+    return "5*(9*{}+{})+{}".format(*digits)
+
+
+@cache
+def _judge() -> str:
+    return Path(__file__).with_name("expression_judge.py").read_text(encoding="utf-8")
+
+
+def _verdicts(stdout: bytes, count: int) -> list[dict[str, Any] | None]:
+    """The judge's lines by sample; None where it got no further."""
+    verdicts: list[dict[str, Any] | None] = [None] * count
+    for line in stdout.splitlines():
+        try:
+            verdict = json.loads(line)
+        except ValueError:
+            continue  # a line that the output limit cut
+        if isinstance(verdict, dict) and isinstance(verdict.get("sample"), int) and 0 <= verdict["sample"] < count:
+            verdicts[verdict["sample"]] = verdict
+    return verdicts

@@ -1,0 +1,58 @@
+"""The character tokenizer of the built-in environments, as a `tokenizers` file.
+
+Every printable ASCII character and the newline is a token; each environment's constant instruction is one added token,
+so that a prompt is hardly longer than its task.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+TOKENIZER_FILE = "tokenizer.json"
+END = "<|end|>"
+PAD = "<|pad|>"
+UNKNOWN = "<|unknown|>"
+
+SPELL_BACKWARD_INSTRUCTION = "Spell this word backward (example: sun -> nus): "
+EXPRESSION_INSTRUCTION = "Write single digits and operators that evaluate to this number: "
+INSTRUCTIONS = (SPELL_BACKWARD_INSTRUCTION, EXPRESSION_INSTRUCTION)
+
+
+def build_tokenizer() -> Tokenizer:
+    """The tokenizer; always the same ids."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: index for index, token in enumerate([*characters, PAD, END, UNKNOWN])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # pyright: ignore
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue] the stubs give it no setter
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, END, UNKNOWN)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in INSTRUCTIONS])
+    return tokenizer
+
+
+class TextCodec:
+    """Text to token ids and back, with the tokenizer of a model directory."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        end_id = tokenizer.token_to_id(END)
+        if end_id is None:
+            raise ValueError(f"the tokenizer has no end token {END!r}")
+        self.end_id: int = end_id
+
+    @classmethod
+    def load(cls, model_dir: Path) -> TextCodec:
+        return cls(Tokenizer.from_file(str(model_dir / TOKENIZER_FILE)))
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return [self.end_id]
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text, without end and padding."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,124 @@
+"""The environment worker: a child of the runner that runs environment code and the tokenizer.
+
+    python -m slipstream.runner.envworker SOCKET_FD @ config.toml
+
+Answers the requests of `envclient.py`, several at a time. What an environment raises becomes an error reply;
+what it prints goes to standard error. It ends when the runner does, at the latest when the socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+import structlog
+
+from slipstream.common.channel import read_token
+from slipstream.common.config import cli
+from slipstream.common.runtime import die_with_parent
+from slipstream.common.sandbox_client import SandboxClient
+from slipstream.common.telemetry import setup_logging
+from slipstream.environments.base import Completion, Environment
+from slipstream.environments.registry import build_environments
+from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec
+from slipstream.environments.tools import Sandbox, Tools
+from slipstream.runner.config import RunnerConfig
+from slipstream.runner.envclient import MAX_LINE_BYTES
+
+log = structlog.get_logger()
+
+TOKENIZER_WAIT_S = 30.0
+TOKENIZER_POLL_S = 0.1
+
+
+class EnvironmentHost:
+    """Answers requests with the configured environments."""
+
+    def __init__(self, config: RunnerConfig, environments: dict[str, Environment], sandbox: Sandbox | None) -> None:
+        self._config = config
+        self._environments = environments
+        self._sandbox = sandbox
+        self._codec: TextCodec | None = None
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to one request. User code runs in here, so anything may be raised: it becomes an error reply."""
+        try:
+            codec = await self._load_codec()
+            if request["op"] == "prompts":
+                prompts = [self._prompt(codec, task) for task in request["tasks"]]
+                return {"id": request["id"], "prompts": prompts, "stop_token_ids": codec.stop_token_ids}
+            reply = await self._score(codec, request["task"], request["samples"])
+            return {"id": request["id"], **reply}
+        except Exception as error:
+            log.exception("environment_failed", op=request["op"])
+            return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+
+    def _prompt(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
+        text = task["prompt"]
+        if text is None:
+            environment = self._environments[task["environment"]]
+            text = environment.prompt(environment.task(task["split"], task["index"]))
+        return {"text": text, "token_ids": codec.encode(text)}
+
+    async def _score(self, codec: TextCodec, task: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:
+        completions = [Completion(codec.decode(sample["token_ids"]), sample["stopped"]) for sample in samples]
+        if task["prompt"] is not None:  # a third party's own prompt: nobody scores it
+            scores = [{"reward": 0.0, "correct": False, "text": completion.text} for completion in completions]
+            return {"scores": scores, "sandbox_executions": 0}
+        environment = self._environments[task["environment"]]
+        tools = Tools(self._sandbox)
+        judged = await environment.score(environment.task(task["split"], task["index"]), completions, tools)
+        scores = [
+            {"reward": score.reward, "correct": score.correct, "text": completion.text}
+            for score, completion in zip(judged, completions, strict=True)
+        ]
+        return {"scores": scores, "sandbox_executions": tools.sandbox_executions}
+
+    async def _load_codec(self) -> TextCodec:
+        """The run's tokenizer; the trainer may still be writing it when the first group comes."""
+        if self._codec is None:
+            async with asyncio.timeout(TOKENIZER_WAIT_S):
+                while not (self._config.model_dir / TOKENIZER_FILE).exists():  # noqa: ASYNC110 another process writes it
+                    await asyncio.sleep(TOKENIZER_POLL_S)
+            self._codec = TextCodec.load(self._config.model_dir)
+        return self._codec
+
+
+async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None:
+    """Answer requests until the runner closes its end. At most as many are open as the runner has groups."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+
+    async def answer(line: bytes) -> None:
+        reply = await host.answer(json.loads(line))
+        writer.write(json.dumps(reply).encode() + b"\n")
+        await writer.drain()
+
+    async with asyncio.TaskGroup() as group:
+        while line := await reader.readline():
+            group.create_task(answer(line))
+
+
+async def run(config: RunnerConfig, connection: socket.socket) -> None:
+    environments = build_environments(config.environments, config.seed)
+    if not config.sandbox_address:
+        await serve_socket(EnvironmentHost(config, environments, None), connection)
+        return
+    async with SandboxClient(config.sandbox_address, read_token(config.auth.token_file)) as sandbox:
+        await serve_socket(EnvironmentHost(config, environments, sandbox), connection)
+
+
+def main() -> None:
+    die_with_parent()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    config = cli(RunnerConfig, sys.argv[2:])
+    setup_logging(config, "environment_worker")
+    os.dup2(2, 1)  # what environments print must not look like anything else
+    asyncio.run(run(config, connection))
+
+
+if __name__ == "__main__":
+    main()
