@@ -28,7 +28,8 @@ def test_the_demo_model_has_the_recipes_size():
 
 def test_names_and_values_are_those_of_torchtitans_adapter():
     built = model()
-    expected = Qwen3StateDictAdapter(built.config, None).to_hf(built.state_dict())
+    config: Any = built.config
+    expected = Qwen3StateDictAdapter(config, None).to_hf(built.state_dict())
     ours = to_hf(built)
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in ours)

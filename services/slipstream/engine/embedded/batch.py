@@ -60,7 +60,8 @@ class RunningBatch:
         self.capacity = capacity
         self.count = 0
         self.samples: list[RunningSample] = []
-        self.tables = torch.full((capacity, blocks_a_table), padding_block, dtype=torch.int64)
+        self.table = np.full((capacity, blocks_a_table), padding_block, np.int64)
+        self.tables = torch.from_numpy(self.table)  # the same memory
         self._padding_block = padding_block
         self.token = np.zeros(capacity, np.int64)
         self.position = np.zeros(capacity, np.int64)
@@ -84,8 +85,8 @@ class RunningBatch:
         sampling = request.sampling
         self.count += 1
         self.samples.append(sample)
-        self.tables[row, : len(sample.table)] = torch.tensor(sample.table)
-        self.tables[row, len(sample.table) :] = self._padding_block
+        self.table[row, : len(sample.table)] = sample.table
+        self.table[row, len(sample.table) :] = self._padding_block
         self.token[row] = request.token_ids[-1]
         self.position[row] = self.first_position[row] = len(request.token_ids) - 1
         self.last_position[row] = self.first_position[row] + sampling.max_new_tokens - 1
@@ -100,8 +101,8 @@ class RunningBatch:
         """Free a row."""
         last = self.count - 1
         if row != last:
-            self.tables[row] = self.tables[last]
             for array in (
+                self.table,
                 self.token,
                 self.position,
                 self.first_position,
