@@ -1,0 +1,71 @@
+"""What training starts from."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.environments.config import ExpressionConfig
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.state_dict import to_hf
+from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
+from slipstream.trainer.model_dir import prepare_model_dir
+from slipstream.trainer.start import Stopped, start
+from slipstream.trainer.status import Status
+
+SFT = SftConfig(batch_size=4, max_steps=2, decay_steps=1)
+MODEL = ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, expert_dim=16)
+
+
+def config(run_dir, **fields) -> TrainerConfig:
+    return TrainerConfig(run_dir=run_dir, model=MODEL, sft=SFT, environments=[ExpressionConfig()], **fields)
+
+
+def test_sizes_and_tokenizer_are_there_before_anything_is_trained(tmp_path):
+    sizes = prepare_model_dir(config(tmp_path))
+    assert sizes.vocab_size > 90
+    assert sizes.dim == 32
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {"config.json", "tokenizer.json"}
+    assert MoeConfig.load(tmp_path / "model") == sizes
+
+
+def test_the_warm_up_leaves_a_model_directory_that_another_run_starts_from(tmp_path):
+    first = config(tmp_path / "a")
+    prepare_model_dir(first)
+    status = Status()
+    learner, figures = start(first, status)
+    assert figures["sft_step"] == 3
+    assert status.activity == "sft"
+    assert status.fraction_done == 1.0
+    assert status.parameter_count == sum(p.numel() for p in learner.model.parameters())
+    (line,) = (tmp_path / "a" / "timeline" / "trainer.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "sft"
+
+    second = config(tmp_path / "b", initial_model=first.model_dir)
+    prepare_model_dir(second)
+    loaded, figures = start(second, Status())
+    assert figures == {}
+    saved = load_file(tmp_path / "b" / "model" / "model.safetensors")
+    for name, tensor in to_hf(learner.model).items():
+        assert torch.equal(tensor, to_hf(loaded.model)[name])
+        assert torch.equal(tensor, saved[name])
+
+
+def test_the_same_seed_starts_the_same(tmp_path):
+    learners = []
+    for name in ("a", "b"):
+        prepare_model_dir(config(tmp_path / name, seed=7))
+        learners.append(start(config(tmp_path / name, seed=7), Status())[0])
+    first, second = (to_hf(learner.model) for learner in learners)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+async def test_a_stop_ends_the_warm_up(tmp_path):
+    status = Status()
+    status.stop.set()
+    prepare_model_dir(config(tmp_path))
+    with pytest.raises(Stopped):
+        start(config(tmp_path), status)
