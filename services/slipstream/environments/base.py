@@ -1,6 +1,6 @@
 """The environment protocol: tasks, prompts, scores and demonstrations.
 
-An environment is a pure function of its configuration and seed, except for `score`, which may run code through its tools.
+An environment is a pure function of configuration and seed, except for `score`, which may run code through its tools.
 Third parties implement `Environment` and name a factory by import path (`type = "import"`).
 """
 

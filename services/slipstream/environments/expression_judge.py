@@ -15,7 +15,7 @@ CHARACTERS = frozenset("0123456789+-*/%() ")
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
 
-def judge(text, target):
+def judge(text: str | None, target: int) -> dict[str, object]:
     """What one expression is worth; raises whatever evaluating it raises."""
     if text is None:
         return {"outcome": "no end token"}
@@ -37,7 +37,7 @@ def judge(text, target):
     return {"outcome": "evaluated", "correct": correct, "value": value if small else str(type(value).__name__)}
 
 
-def child(write_fd, request, first):
+def child(write_fd: int, request: dict, first: int) -> None:
     """Judge from `first` on; a line goes out before the next sample begins."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
@@ -50,7 +50,7 @@ def child(write_fd, request, first):
         os.write(write_fd, (json.dumps({"sample": sample, **verdict}) + "\n").encode())
 
 
-def main():
+def main() -> None:
     request = json.load(sys.stdin)
     first = 0
     while first < len(request["expressions"]):

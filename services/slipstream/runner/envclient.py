@@ -45,6 +45,7 @@ class RenderedPrompt:
 
     text: str
     token_ids: list[int]
+    stop_token_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,12 @@ class EnvironmentWorker:
 
     async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt]:
         """Render tasks to prompts. Raises `EnvironmentFailed`."""
-        reply = await self._ask({"op": "prompts", "tasks": [task.as_json() for task in tasks]})
-        return [RenderedPrompt(prompt["text"], prompt["token_ids"]) for prompt in reply["prompts"]]
+        reply = await self._ask(
+            ",".join(sorted({task.environment for task in tasks})),
+            {"op": "prompts", "tasks": [task.as_json() for task in tasks]},
+        )
+        stop = reply["stop_token_ids"]
+        return [RenderedPrompt(prompt["text"], prompt["token_ids"], stop) for prompt in reply["prompts"]]
 
     async def score(self, task: TaskKey, samples: Sequence[tuple[list[int], bool]]) -> tuple[list[ScoredSample], int]:
         """Score a group's samples, each (token ids, whether it stopped by itself).
@@ -92,14 +97,11 @@ class EnvironmentWorker:
             "task": task.as_json(),
             "samples": [{"token_ids": token_ids, "stopped": stopped} for token_ids, stopped in samples],
         }
-        reply = await self._ask(request)
+        reply = await self._ask(task.environment, request)
         scores = [ScoredSample(float(s["reward"]), bool(s["correct"]), str(s["text"])) for s in reply["scores"]]
         return scores, int(reply["sandbox_executions"])
 
-    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        environment = str(
-            request.get("task", request.get("tasks", [{}])[0] if request.get("tasks") else {}).get("environment", "")
-        )
+    async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -53,6 +53,8 @@ class GroupRunner:
         report = runner_pb2.GroupReport(
             group=runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
         )
+        if not assignment.sampling.stop_token_ids:
+            assignment.sampling.stop_token_ids.extend(prompt.stop_token_ids)
         try:
             turn = await self._turns.run(assignment, prompt.token_ids, deadline_s)
             scores, executions = await self._environments.score(

@@ -20,7 +20,7 @@ import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import EnvironmentFailed, RunnerSuperseded, from_rpc_error
-from slipstream.runner.envclient import EnvironmentWorker
+from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
 from slipstream.runner.groups import GroupRunner, refs_of, task_of
 from slipstream.runner.peers import Peers
 from slipstream.runner.spool import Spool
@@ -137,10 +137,10 @@ class RunnerLoops:
             else:
                 running.task = self._group_tasks.create_task(self._run_group(assignment, prompt))
 
-    async def _run_group(self, assignment: runner_pb2.GroupAssignment, prompt: object) -> None:
+    async def _run_group(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt) -> None:
         report: runner_pb2.GroupReport | None = None
         try:
-            report = await self._groups.run(assignment, prompt)  # type: ignore[arg-type]
+            report = await self._groups.run(assignment, prompt)
         except asyncio.CancelledError:
             running = self._running.get((assignment.group_id, assignment.attempt))
             if running is None or not running.cancelled:
