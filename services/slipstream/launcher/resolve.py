@@ -15,8 +15,8 @@ from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
 from slipstream.orchestrator.config import EnvironmentConfig as SequencedConfig
 
-MAX_DRAIN_S = 10.0
-DRAIN_FRACTION = 0.5
+MAX_DRAIN_S = 5.0
+DRAIN_FRACTION = 0.25
 """Part of the stop timeout that a service may drain for; it is killed some seconds later."""
 
 Model = TypeVar("Model", bound=BaseModel)
