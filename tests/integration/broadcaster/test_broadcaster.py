@@ -124,7 +124,7 @@ async def test_an_unsealed_version_is_invisible(broadcaster):
         await transport.manifest()
     await transport.publish_shard(V[1], slices[1:], buffers[1:], rank=1)
     await transport.seal_version(V[1], PROBE)
-    assert len((await transport.fetch(await transport.manifest(V[1])))) == 2
+    assert len(await transport.fetch(await transport.manifest(V[1]))) == 2
 
 
 async def test_bytes_that_do_not_match_their_header_are_not_taken(broadcaster):
@@ -176,6 +176,40 @@ async def test_a_broken_stream_resumes_from_its_offset(broadcaster):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         [message async for message in stub.FetchSlices(request)]
     assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+class CuttingServicer(BroadcastServicer):
+    """Ends each of the first streams after one frame of data."""
+
+    cuts_left = 2
+    offsets: list[int]
+
+    async def FetchSlices(
+        self, request: broadcast_pb2.FetchSlicesRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        self.offsets.append(request.offset_bytes)
+        sent = 0
+        async for message in super().FetchSlices(request, context):
+            yield message
+            sent += 1
+            if sent == 2 and self.cuts_left:
+                self.cuts_left -= 1
+                raise errors.Unreachable("cut")
+
+
+async def test_a_fetch_survives_streams_that_break(broadcaster):
+    tensors = weights(3)
+    manifest = await broadcaster.transport.publish(V[1], tensors, PROBE)
+    cutting = CuttingServicer(broadcaster.store, broadcaster.publications)
+    cutting.offsets = []
+    add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
+    server, port = build_server(broadcaster.config, [(add, cutting, SERVICE)])
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        fetched = await GrpcWeightTransport(channel).fetch(manifest)
+    await server.stop(None)
+    assert cutting.offsets == [0, 1 << 20, 2 << 20]
+    np.testing.assert_array_equal(fetched["layer.1.weight"], tensors["layer.1.weight"])
 
 
 async def test_a_restarted_broadcaster_serves_what_was_sealed_and_nothing_else(broadcaster):
