@@ -19,8 +19,8 @@ def tensor(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(
     ("values", "golden"),
     [
-        (np.array([1.0, -2.5, 0.0], "<f4"), 0x18d90af838600000),
-        (np.arange(6, dtype="<f2").reshape(2, 3), 0xb38ee0aec4195100),
+        (np.array([1.0, -2.5, 0.0], "<f4"), 0x18D90AF838600000),
+        (np.arange(6, dtype="<f2").reshape(2, 3), 0xB38EE0AEC4195100),
     ],
     ids=["float32", "float16"],
 )
