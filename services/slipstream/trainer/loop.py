@@ -173,7 +173,7 @@ class TrainingLoop:
             "wait_s": wait_s,
             "fetch_s": fetch_s,
             "train_s": time.monotonic() - train_started_s,
-            "step_s": wait_s + finished_s - started_s,
+            "step_s": finished_s - started_s,
         }
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
