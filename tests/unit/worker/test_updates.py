@@ -79,7 +79,8 @@ class ArrayTransport:
     async def watch(self, after: PolicyVersion | None = None) -> AsyncIterator[PolicyVersion]:
         while True:
             async with self.sealed:
-                await self.sealed.wait_for(lambda: max(self.published, default=UNSET) > (after or UNSET))
+                while max(self.published, default=UNSET) <= (after or UNSET):
+                    await self.sealed.wait()
             after = max(self.published)
             yield after
 
@@ -243,6 +244,17 @@ async def test_published_versions_are_prefetched(bench):
         await bench.updates.apply("u")
         follow.cancel()
     assert bench.transport.fetches.count(V[4]) == 1
+
+
+async def test_a_newer_version_that_came_during_an_update_is_kept(bench):
+    await bench.updates.begin("u", KEEPER, V[2], 10)
+    async with asyncio.TaskGroup() as group:
+        follow = group.create_task(bench.updates.follow())
+        await until(lambda: V[3] in bench.transport.fetches)
+        await bench.updates.apply("u")
+        bench.updates.finish("u")
+        assert await bench.updates.begin("v", KEEPER, V[3], 10) == 0
+        follow.cancel()
 
 
 @pytest.mark.parametrize(("serving", "expected"), [(UNSET, V[3]), (V[2], V[2]), (V[5], V[3])])

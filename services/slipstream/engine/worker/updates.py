@@ -245,11 +245,12 @@ class WorkerUpdates:
             report = await self._engine.update(update.version, weights.tensors, verification)
         except Exception as error:  # whatever it was: the engine rolled back, and these weights are not to be trusted
             self._drop(update)
-            self._prefetched = None
+            self._forget(update.version)
             self._fail(f"update to {update.version}: {error}")
             raise
         applied = Applied(report, verification.duration_s, verification.slice_count, verification.probe_max_abs_error)
-        update.applied, update.weights, self._prefetched = applied, None, None
+        update.applied, update.weights = applied, None
+        self._forget(update.version)
         self.state, self.stale_reason = WorkerState.SERVING, ""
         self._notify()
         self.on_applied(update.version, applied)
@@ -263,6 +264,11 @@ class WorkerUpdates:
             probe_max_abs_error=applied.probe_max_abs_error,
         )
         return applied
+
+    def _forget(self, version: PolicyVersion) -> None:
+        """Drop prefetched bytes up to `version`; a newer version may be here already."""
+        if self._prefetched is not None and self._prefetched.manifest.version <= version:
+            self._prefetched = None
 
     def _fail(self, reason: str) -> None:
         self.state, self.stale_reason = WorkerState.STALE, reason
