@@ -15,6 +15,9 @@ from slipstream.launcher.rundir import RunDir
 
 MISMATCH_PARTS = ("mismatch_kl", "mismatch_numeric", "mismatch_policy_lag", "mismatch_stale_kv")
 
+ENDED_STATES = ("finished", "failed", "stopped")
+SIGNAL_EXIT_CODE = 128
+
 
 def write_report(run: RunDir) -> Path:
     """Rebuild both files; returns the path of the HTML."""
@@ -143,8 +146,14 @@ def wall_s(records: RunRecords) -> float | None:
 
 
 def run_state(records: RunRecords) -> str:
-    states = records.of_kind("run")
-    return str(states[-1].get("state", "unknown")).removeprefix("RUN_STATE_").lower() if states else "unknown"
+    """How the run ended by its own word, else by the launcher's: a run whose service died cannot say so."""
+    states = [str(record.get("state")) for record in records.of_kind("run")]
+    if states and states[-1] in ENDED_STATES:
+        return states[-1]
+    endings = [record for record in records.launcher if record.get("kind") == "run_ended"]
+    if not endings:
+        return "running"
+    return "stopped" if int(endings[-1].get("exit_code", 0)) >= SIGNAL_EXIT_CODE else "failed"
 
 
 def weighted_mean(steps: Iterable[Record], name: str, weight_name: str) -> float | None:

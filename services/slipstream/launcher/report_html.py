@@ -17,6 +17,8 @@ KIND_COLORS = {"sft": PURPLE, "train_step": BLUE, "prefill": TEAL, "decode": ORA
 KIND_NAMES = {"sft": "warm-up", "train_step": "training step", "update": "weight update"}
 DETAIL_S = 12.0
 SAMPLES_SHOWN = 8
+FEW_POINTS = 15
+"""So few get a dot each: with lag, hardly any token has a pure context."""
 
 
 def render_html(records: RunRecords, figures: dict[str, Any]) -> str:
@@ -83,7 +85,7 @@ def _card(title: str, body: str, note: str = "", *, wide: bool = False) -> str:
 
 def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     steps = records.steps
-    window = max(len(steps) // 20, 1)
+    window = max(len(steps) // 12, 1)
     names = _environments(records)
     rewards: list[Series] = []
     for name, color in zip(names, PALETTE, strict=False):
@@ -182,7 +184,8 @@ def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
 def _mismatch(records: RunRecords) -> list[str]:
     parts = [("mismatch_kl", "all tokens", GREY), ("mismatch_numeric", "numeric (pure context)", BLUE),
              ("mismatch_policy_lag", "policy lag", ORANGE), ("mismatch_stale_kv", "stale KV", PURPLE)]  # fmt: skip
-    lines = [Series(name, curve(records.steps, key), color) for key, name, color in parts]
+    curves = [(name, [p for p in curve(records.steps, key) if p[1] > 0], color) for key, name, color in parts]
+    lines = [Series(name, points, color, marked=len(points) < FEW_POINTS) for name, points, color in curves]
     ratio = curve(records.steps, "ratio_p999")
     ratios = [Series("p99.9", ratio, RED)] if ratio else []
     return [
@@ -195,12 +198,12 @@ def _mismatch(records: RunRecords) -> list[str]:
 
 def _throughput(records: RunRecords) -> list[str]:
     steps = records.steps
-    window = max(len(steps) // 20, 1)
+    window = max(len(steps) // 12, 1)
     tokens = curve(steps, "tokens_per_s")
     lines = [Series("tokens", tokens, BLUE, faint=True), Series("tokens", charts.smooth(tokens, window), BLUE)]
     times = [
-        Series("training step", charts.smooth(curve(steps, "step_s"), window), BLUE),
-        Series("waiting for a batch", charts.smooth(curve(steps, "wait_s"), window), ORANGE),
+        Series("training step", charts.smooth(capped(curve(steps, "step_s")), window), BLUE),
+        Series("waiting for a batch", charts.smooth(capped(curve(steps, "wait_s")), window), ORANGE),
     ]
     busy = [(f"{name}, {KIND_NAMES.get(kind, kind)}", total_s(union(found)), color)
             for name in records.timeline for kind, color in KIND_COLORS.items()
@@ -234,18 +237,25 @@ def _samples(records: RunRecords) -> list[str]:
         wrong = [pair for pair in pairs if not pair["before"].get("correct")]
         right = [pair for pair in pairs if pair["before"].get("correct")]
         shown = (wrong[: SAMPLES_SHOWN - min(2, len(right))] + right[:2])[:SAMPLES_SHOWN]
+        if not shown:
+            continue
+        asked_for = _common_start([str(pair["before"].get("prompt", "")) for pair in pairs])
         rows = "".join(
-            f"<tr><td>{_code(pair['before'].get('prompt'))}</td><td>{_answer(pair['before'])}</td>"
-            f"<td>{_answer(pair.get('after'))}</td></tr>"
+            f"<tr><td>{_code(str(pair['before'].get('prompt', ''))[len(asked_for) :].strip())}</td>"
+            f"<td>{_answer(pair['before'])}</td><td>{_answer(pair.get('after'))}</td></tr>"
             for pair in shown
         )
-        if not rows:
-            continue
-        table = (
-            f"<table><thead><tr><th>problem</th><th>before</th><th>after</th></tr></thead><tbody>{rows}</tbody></table>"
-        )
-        cards.append(_card(environment, table))
+        head = "<thead><tr><th>problem</th><th>before</th><th>after</th></tr></thead>"
+        table = f"<table>{head}<tbody>{rows}</tbody></table>"
+        cards.append(_card(environment, table, f"{asked_for.strip()} …" if asked_for else ""))
     return cards or [_card("Samples", charts.empty_chart())]
+
+
+def _common_start(prompts: Sequence[str]) -> str:
+    """Whole words that all prompts begin with: the instruction, which need not stand in every row."""
+    first, last = min(prompts), max(prompts)  # what the two ends of the order share, all share
+    length = next((index for index, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), 0)
+    return first[: first.rfind(" ", 0, length) + 1]
 
 
 def _answer(rollout: Record | None) -> str:
@@ -271,6 +281,13 @@ def _histogram(values: Sequence[float], bins: int = 10) -> list[tuple[str, float
 
 def curve(steps: Sequence[Record], key: str) -> list[charts.Point]:
     return [(float(step["step"]), float(step[key])) for step in steps if step.get(key) is not None]
+
+
+def capped(points: list[charts.Point]) -> list[charts.Point]:
+    """Values far above the rest, such as the first step's wait for the first batch, would flatten a curve."""
+    ordered = sorted(y for _, y in points)
+    limit = 3 * ordered[int(len(ordered) * 0.9)] if ordered else 0.0
+    return [(x, min(y, limit)) for x, y in points]
 
 
 def percent(value: float | None) -> str:

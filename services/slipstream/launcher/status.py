@@ -114,4 +114,8 @@ def print_status(run: RunDir, rows: list[ServiceStatus]) -> None:
     for row in rows:
         memory = "" if row.memory_mib is None else f"{row.memory_mib:.0f}"
         table.add_row(row.replica, row.health, row.version, row.load, memory, row.address)
+    total_mib = sum(row.memory_mib or 0.0 for row in rows)
+    if total_mib:
+        table.add_section()
+        table.add_row("together", "", "", "", f"{total_mib:.0f}", "")
     Console(width=None if Console().is_terminal else 160).print(table)

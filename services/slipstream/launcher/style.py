@@ -37,6 +37,7 @@ svg .lane { fill: #f3f5f8; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin-top: 8px; font-size: 13px; color: var(--soft); }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px;
   vertical-align: -1px; }
+.state.running { background: #e3edf9; color: #235a94; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; }
 th { text-align: left; font-weight: 500; color: var(--soft); padding: 4px 10px 6px 0; }
 td { border-top: 1px solid var(--line); padding: 6px 10px 6px 0; vertical-align: top; overflow-wrap: anywhere; }
