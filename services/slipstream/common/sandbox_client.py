@@ -1,0 +1,215 @@
+"""Client of the sandbox executor for code that wants something run: one sandbox, kept alive, made anew when it is gone.
+
+async with SandboxClient("127.0.0.1:7000", token) as sandbox:
+    result = await sandbox.run_python("print(1 + 1)")
+    assert result.ok and result.stdout == b"2\\n"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Self
+from uuid import uuid4
+
+import grpc
+import structlog
+
+from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
+from slipstream.common.channel import open_channel
+from slipstream.common.errors import SandboxUnknown, SlipstreamError, from_rpc_error
+
+log = structlog.get_logger()
+
+LEASE_TTL_S = 60.0
+RENEW_TIMEOUT_S = 10.0
+# Beside the program's own time: waiting for a place, the way there and back.
+QUEUE_TIMEOUT_S = 60.0
+DEFAULT_WALL_S = 10.0
+MAX_ARGUMENT_BYTES = 100_000
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What a program may use; 0 is the executor's default."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    process_count: int = 0
+    output_bytes: int = 0
+
+    def to_proto(self) -> sandbox_pb2.Limits:
+        return sandbox_pb2.Limits(
+            wall_ms=round(self.wall_s * 1000),
+            cpu_ms=round(self.cpu_s * 1000),
+            memory_bytes=self.memory_bytes,
+            process_count=self.process_count,
+            output_bytes=self.output_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """How a program ended and what it wrote."""
+
+    outcome: str
+    """The contract's name in lower case: "exited", "signaled", "wall_limit", "memory_limit", ..."""
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+    cpu_s: float
+    wall_s: float
+    max_memory_bytes: int
+    message: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself, with exit code 0."""
+        return self.outcome == "exited" and self.exit_code == 0
+
+
+class SandboxClient:
+    """One sandbox at one executor. Calls may run side by side. Its lease is renewed before and during calls."""
+
+    def __init__(self, address: str, token: str | None = None, lease_ttl_s: float = LEASE_TTL_S) -> None:
+        self._channel = open_channel(address, token)
+        self._stub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
+        self._lease_ttl_s = lease_ttl_s
+        self._sandbox_id = ""
+        self._renew_s = 0.0
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Delete the sandbox, if the executor still answers, and close the channel."""
+        try:
+            if self._sandbox_id:
+                request = sandbox_pb2.DeleteSandboxRequest(sandbox_id=self._sandbox_id)
+                await self._stub.DeleteSandbox(request, timeout=RENEW_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            self._sandbox_id = ""  # its lease ends it
+        finally:
+            await self._channel.close()
+
+    async def run_python(
+        self, source: str, stdin: bytes = b"", limits: SandboxLimits | None = None, timeout_s: float | None = None
+    ) -> ExecResult:
+        """Run `source` with the executor's Python: isolated, without site-packages. See `run`."""
+        if len(source.encode()) <= MAX_ARGUMENT_BYTES:
+            return await self.run(["python3", "-I", "-S", "-c", source], stdin, limits, timeout_s=timeout_s)
+        if stdin:
+            raise ValueError(f"a program above {MAX_ARGUMENT_BYTES} bytes takes standard input itself")
+        return await self.run(["python3", "-I", "-S", "-"], source.encode(), limits, timeout_s=timeout_s)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        stdin: bytes = b"",
+        limits: SandboxLimits | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Run one program and return its end; that it failed is in the result. Raises `SlipstreamError`.
+
+        A sandbox that is gone is made anew, once. `timeout_s` bounds waiting for a place too; it is by default
+        a minute longer than the program's wall time.
+        """
+        limits = limits or SandboxLimits()
+        if timeout_s is None:
+            timeout_s = (limits.wall_s or DEFAULT_WALL_S) + QUEUE_TIMEOUT_S
+        request = sandbox_pb2.ExecRequest(argv=argv, stdin=stdin, limits=limits.to_proto(), env=env)
+        try:
+            try:
+                request.sandbox_id = await self._sandbox()
+                return await self._exec(request, timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if not isinstance(from_rpc_error(error), SandboxUnknown):
+                    raise
+                request.sandbox_id = await self._sandbox(gone=request.sandbox_id)
+                return await self._exec(request, timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def _exec(self, request: sandbox_pb2.ExecRequest, timeout_s: float) -> ExecResult:
+        failure: grpc.aio.AioRpcError | None = None
+        async with asyncio.TaskGroup() as group:
+            keeper = group.create_task(self._keep_lease())
+            try:
+                return await self._collect(request, timeout_s)
+            except grpc.aio.AioRpcError as error:  # bare, not in an exception group
+                failure = error
+            finally:
+                keeper.cancel()
+        raise failure
+
+    async def _keep_lease(self) -> NoReturn:
+        """Renew while a program runs that may outlast the lease."""
+        while True:
+            await asyncio.sleep(self._lease_ttl_s / 3)
+            try:
+                await self._sandbox()
+            except grpc.aio.AioRpcError as error:
+                log.info("sandbox_not_renewed", reason=from_rpc_error(error).reason)
+
+    async def _collect(self, request: sandbox_pb2.ExecRequest, timeout_s: float) -> ExecResult:
+        stdout, stderr = [], []
+        end = None
+        async for message in self._stub.Exec(request, timeout=timeout_s):
+            kind = message.WhichOneof("event")
+            if kind == "stdout":
+                stdout.append(message.stdout)
+            elif kind == "stderr":
+                stderr.append(message.stderr)
+            else:
+                end = message.result
+        if end is None:
+            raise SlipstreamError("the executor ended the stream without a result")
+        return ExecResult(
+            outcome=sandbox_pb2.Outcome.Name(end.outcome).removeprefix("OUTCOME_").lower(),
+            exit_code=end.exit_code,
+            stdout=b"".join(stdout),
+            stderr=b"".join(stderr),
+            truncated=end.truncated,
+            cpu_s=end.cpu_s,
+            wall_s=end.wall_s,
+            max_memory_bytes=end.max_memory_bytes,
+            message=end.message,
+        )
+
+    async def _sandbox(self, gone: str | None = None) -> str:
+        """The sandbox to use: renewed when a third of its lease is over, created when there is none or it is gone."""
+        async with self._lock:
+            if self._sandbox_id == gone:
+                self._sandbox_id = ""
+            now_s = time.monotonic()
+            if self._sandbox_id and now_s >= self._renew_s:
+                await self._renew()
+            if not self._sandbox_id:
+                request = sandbox_pb2.CreateSandboxRequest(
+                    request_id=uuid4().hex, lease_ttl_ms=round(self._lease_ttl_s * 1000)
+                )
+                response = await self._stub.CreateSandbox(request, timeout=RENEW_TIMEOUT_S)
+                self._sandbox_id = response.sandbox.sandbox_id
+                self._renew_s = now_s + self._lease_ttl_s / 3
+            return self._sandbox_id
+
+    async def _renew(self) -> None:
+        request = sandbox_pb2.RenewLeaseRequest(sandbox_id=self._sandbox_id)
+        renew_s = time.monotonic() + self._lease_ttl_s / 3
+        try:
+            await self._stub.RenewLease(request, timeout=RENEW_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if not isinstance(from_rpc_error(error), SandboxUnknown):
+                raise
+            self._sandbox_id = ""
+        else:
+            self._renew_s = renew_s
