@@ -129,7 +129,7 @@ class ImportedConfig(BaseEnvironmentConfig):
     path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`package.module:factory`; called with (this config, seed), it returns an Environment."""
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Whatever that environment wants to be told."""
 
 

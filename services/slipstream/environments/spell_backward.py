@@ -31,10 +31,12 @@ class SpellBackward:
         words = _words(config.min_word_len, config.max_word_len)
         random.Random(f"spell_backward/{seed}").shuffle(words)
         held_out = words[: config.evaluation_task_count]
-        validation = words[len(held_out) : len(held_out) + VALIDATION_WORDS]
-        unseen = {word.lower() for word in (*held_out, *validation)}
+        asked = {word.lower() for word in held_out}
+        others = [word for word in words[len(held_out) :] if word.lower() not in asked]
+        validation = others[:VALIDATION_WORDS]
+        unseen = asked | {word.lower() for word in validation}
         self.held_out, self.validation = held_out, validation
-        self.training = [word for word in words if word.lower() not in unseen]
+        self.training = [word for word in others if word.lower() not in unseen]
         if not self.training:
             raise ValueError("spell_backward: no word is left to train on")
         self._short = [word for word in self.training if len(word) <= config.demonstration_word_len]

@@ -65,6 +65,7 @@ class LeaseMirror:
                 if self._away is None:
                     log.warning("redis_away", detail=error.message)
                 self._away = error
+                self._released = released + self._released  # what is held is written again, this would be forgotten
             else:
                 if self._away is not None:
                     log.info("redis_back", placements=len(self._held()))

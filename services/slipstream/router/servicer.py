@@ -111,12 +111,14 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         self, request: routing_pb2.WatchWorkersRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[routing_pb2.WatchWorkersResponse]:
         while True:
+            seen = self._watcher.revision
             yield routing_pb2.WatchWorkersResponse(workers=self._describe())
             await asyncio.sleep(WATCH_PERIOD_S)
             async with self._watcher.changed:
                 try:
                     async with asyncio.timeout(WATCH_KEEPALIVE_S):
-                        await self._watcher.changed.wait()
+                        while self._watcher.revision == seen:
+                            await self._watcher.changed.wait()
                 except TimeoutError:
                     continue
 

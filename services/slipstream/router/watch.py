@@ -20,11 +20,12 @@ REPORTS_PER_SECOND = 10
 
 
 class PoolWatcher:
-    """Hears load reports; `changed` is set when a worker came, went or changed state or version."""
+    """Hears load reports; `changed` tells, and `revision` counts, when a worker came, went or changed."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self.changed = asyncio.Condition()
+        self.revision = 0
 
     async def follow(self, worker: Worker, channel: grpc.aio.Channel) -> None:
         """Follow one worker for good. Waits on its stream, at most `silence_s` for the next report."""
@@ -66,4 +67,5 @@ class PoolWatcher:
 
     async def _announce(self) -> None:
         async with self.changed:
+            self.revision += 1
             self.changed.notify_all()

@@ -35,7 +35,13 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     peers = Peers(config.orchestrator_address, config.router_address, token)
     environments = EnvironmentWorker(arguments, config.environment_timeout_s)
     groups = GroupRunner(
-        environments, TurnClient(peers, config.block_size_tokens), spool, address, epoch, rollout_log.write
+        environments,
+        TurnClient(peers, config.block_size_tokens),
+        spool,
+        address,
+        epoch,
+        rollout_log.write,
+        peers.release_routes,
     )
     loops = RunnerLoops(
         config.replica or "runner",

@@ -22,6 +22,8 @@ from slipstream.common.errors import EnvironmentFailed
 log = structlog.get_logger()
 
 MAX_LINE_BYTES = 16 * 2**20
+START_TIMEOUT_S = 60.0
+MAX_FAILED_STARTS = 3
 STOP_TIMEOUT_S = 5.0
 RESTART_PAUSE_S = 0.5
 
@@ -70,22 +72,33 @@ class EnvironmentWorker:
         self._up = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep a worker process running for good. Waits on the process; a dead one is replaced."""
+        """Keep a worker process running for good. Waits on the process; a dead one is replaced.
+
+        Raises:
+            EnvironmentFailed: it does not even start; an environment that cannot be imported, say.
+        """
+        failed_starts = 0
         try:
-            while True:
-                await self._run_once()
+            while failed_starts < MAX_FAILED_STARTS:
+                failed_starts = 0 if await self._run_once() else failed_starts + 1
                 await asyncio.sleep(RESTART_PAUSE_S)
+            raise EnvironmentFailed("the environment worker does not start; its standard error says why")
         finally:
             await self._end_process()
 
-    async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt]:
-        """Render tasks to prompts. Raises `EnvironmentFailed`."""
+    async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt | EnvironmentFailed]:
+        """Render tasks to prompts, each by itself. Raises `EnvironmentFailed` when the worker fails."""
         reply = await self._ask(
             ",".join(sorted({task.environment for task in tasks})),
             {"op": "prompts", "tasks": [task.as_json() for task in tasks]},
         )
         stop = reply["stop_token_ids"]
-        return [RenderedPrompt(prompt["text"], prompt["token_ids"], stop) for prompt in reply["prompts"]]
+        return [
+            EnvironmentFailed(prompt["error"], environment=task.environment)
+            if "error" in prompt
+            else RenderedPrompt(prompt["text"], prompt["token_ids"], stop)
+            for task, prompt in zip(tasks, reply["prompts"], strict=True)
+        ]
 
     async def score(self, task: TaskKey, samples: Sequence[tuple[list[int], bool]]) -> tuple[list[ScoredSample], int]:
         """Score a group's samples, each (token ids, whether it stopped by itself).
@@ -104,8 +117,10 @@ class EnvironmentWorker:
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
         try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not self._up.is_set():  # it may have died again before this task ran
+                    await self._up.wait()
             async with asyncio.timeout(self._timeout_s):
-                await self._up.wait()
                 assert self._writer is not None
                 future = self._waiting[number] = asyncio.get_running_loop().create_future()
                 self._writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
@@ -124,7 +139,9 @@ class EnvironmentWorker:
             raise EnvironmentFailed(reply["error"], environment=environment)
         return reply
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> bool:
+        """Run one process to its end; whether it got as far as taking requests."""
+        started = False
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -137,11 +154,14 @@ class EnvironmentWorker:
                 stdin=asyncio.subprocess.DEVNULL,
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
-        log.info("environment_worker_started", pid=self._process.pid)
-        self._up.set()
         try:
             while line := await reader.readline():
                 reply = json.loads(line)
+                if not started:  # the first line says that the environments are built
+                    started = True
+                    log.info("environment_worker_started", pid=self._process.pid)
+                    self._up.set()
+                    continue
                 future = self._waiting.get(reply["id"])
                 if future is not None and not future.done():
                     future.set_result(reply)
@@ -155,6 +175,7 @@ class EnvironmentWorker:
                     future.set_exception(EnvironmentFailed("the environment worker died"))
         await self._end_process()
         log.warning("environment_worker_ended", returncode=self._process.returncode)
+        return started
 
     def _kill(self) -> None:
         """A worker whose code does not come back is of no more use to anyone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 import sys
@@ -49,13 +50,21 @@ class EnvironmentHost:
         try:
             codec = await self._load_codec()
             if request["op"] == "prompts":
-                prompts = [self._prompt(codec, task) for task in request["tasks"]]
+                prompts = [self._prompt_or_error(codec, task) for task in request["tasks"]]
                 return {"id": request["id"], "prompts": prompts, "stop_token_ids": codec.stop_token_ids}
             reply = await self._score(codec, request["task"], request["samples"])
             return {"id": request["id"], **reply}
         except Exception as error:
             log.exception("environment_failed", op=request["op"])
             return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+
+    def _prompt_or_error(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
+        """The groups of other environments must not fail with this one."""
+        try:
+            return self._prompt(codec, task)
+        except Exception as error:
+            log.exception("environment_failed", op="prompts", environment=task["environment"])
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def _prompt(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
         text = task["prompt"]
@@ -73,7 +82,7 @@ class EnvironmentHost:
         tools = Tools(self._sandbox)
         judged = await environment.score(environment.task(task["split"], task["index"]), completions, tools)
         scores = [
-            {"reward": score.reward, "correct": score.correct, "text": completion.text}
+            {"reward": _finite(score.reward), "correct": bool(score.correct), "text": completion.text}
             for score, completion in zip(judged, completions, strict=True)
         ]
         return {"scores": scores, "sandbox_executions": tools.sandbox_executions}
@@ -88,9 +97,19 @@ class EnvironmentHost:
         return self._codec
 
 
+def _finite(reward: Any) -> float:
+    """A plain number, whatever number type the environment computes with."""
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"a reward must be finite, not {value}")
+    return value
+
+
 async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None:
     """Answer requests until the runner closes its end. At most as many are open as the runner has groups."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+
+    writer.write(json.dumps({"ready": True}).encode() + b"\n")
 
     async def answer(line: bytes) -> None:
         reply = await host.answer(json.loads(line))

@@ -38,6 +38,7 @@ class GroupRunner:
         address: str,
         epoch: str,
         write_rollouts: Callable[[list[dict[str, Any]]], None],
+        release_routes: Callable[[list[types_pb2.RowsRef]], None],
     ) -> None:
         self._environments = environments
         self._turns = turns
@@ -45,6 +46,7 @@ class GroupRunner:
         self._address = address
         self._epoch = epoch
         self._write_rollouts = write_rollouts
+        self._release_routes = release_routes
 
     async def run(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt) -> runner_pb2.GroupReport:
         """Run a group whose prompt is rendered. Cancelling the task frees the engines' blocks first."""
@@ -57,10 +59,7 @@ class GroupRunner:
             assignment.sampling.stop_token_ids.extend(prompt.stop_token_ids)
         try:
             turn = await self._turns.run(assignment, prompt.token_ids, deadline_s)
-            scores, executions = await self._environments.score(
-                task_of(assignment),
-                [(sample.token_ids, sample.finish_reason == STOP) for sample in turn.samples],
-            )
+            scores, executions = await self._score(assignment, turn)
         except SlipstreamError as error:
             report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
             report.reason, report.detail = error.reason, error.message[:4096]
@@ -71,6 +70,17 @@ class GroupRunner:
             self._write_rollouts(_lines(assignment, prompt, turn, scores))
         report.duration_ms = int((time.monotonic() - started_s) * 1000)
         return report
+
+    async def _score(self, assignment: runner_pb2.GroupAssignment, turn: Turn) -> tuple[list[ScoredSample], int]:
+        samples = [(sample.token_ids, sample.finish_reason == STOP) for sample in turn.samples]
+        scored = False
+        try:
+            result = await self._environments.score(task_of(assignment), samples)
+            scored = True
+            return result
+        finally:
+            if not scored:  # failed or cancelled: nobody will ask for its routes
+                self._release_routes([ref for sample in turn.samples for ref in _routes(turn, sample)])
 
     def _records(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -19,7 +20,15 @@ import grpc
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
-from slipstream.common.errors import EnvironmentFailed, RunnerSuperseded, from_rpc_error
+from slipstream.common.errors import (
+    EnvironmentFailed,
+    InvalidRequest,
+    RunnerSuperseded,
+    SlipstreamError,
+    Unauthenticated,
+    Unsupported,
+    from_rpc_error,
+)
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
 from slipstream.runner.groups import GroupRunner, refs_of, task_of
 from slipstream.runner.peers import Peers
@@ -33,7 +42,12 @@ CALL_SLACK_S = 10.0
 """What a long poll's deadline adds to its wait, in seconds."""
 RETRY_S = 0.5
 SPOOL_FULL_WAIT_S = 0.1
+SETTLE_S = 0.2
+"""Longest wait for cancelled groups before the next heartbeat, in seconds."""
 MAX_REPORTS_PER_CALL = 256
+
+FINAL = (RunnerSuperseded, InvalidRequest, Unauthenticated, Unsupported)
+"""What no repeat of the same call heals."""
 
 AttemptKey = tuple[str, int]
 
@@ -78,6 +92,7 @@ class RunnerLoops:
         self._group_tasks: asyncio.TaskGroup | None = None
         self._unreported = 0
         self._idle = asyncio.Event()
+        self._settled = asyncio.Event()
         self.draining = False
 
     @property
@@ -85,6 +100,12 @@ class RunnerLoops:
         return len(self._running)
 
     async def acquire_loop(self) -> None:
+        try:
+            await self._acquire_and_run()
+        except* SlipstreamError as refused:
+            raise refused.exceptions[0] from None  # bare: its message ends in the process's last line
+
+    async def _acquire_and_run(self) -> None:
         async with asyncio.TaskGroup() as self._group_tasks:
             request_id = str(uuid4())
             while True:
@@ -131,19 +152,23 @@ class RunnerLoops:
                 await self._end(assignment, self._failed(assignment, error))
             return
         for assignment, prompt in zip(assignments, prompts, strict=True):
-            running = self._running[assignment.group_id, assignment.attempt]
-            if running.cancelled:
-                await self._end(assignment, None)
+            if isinstance(prompt, EnvironmentFailed):
+                await self._end(assignment, self._failed(assignment, prompt))
             else:
-                running.task = self._group_tasks.create_task(self._run_group(assignment, prompt))
+                self._group_tasks.create_task(self._run_group(assignment, prompt))
 
     async def _run_group(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt) -> None:
+        running = self._running[assignment.group_id, assignment.attempt]
+        if running.cancelled:
+            await self._end(assignment, None)
+            return
+        # From here on only: a task that is cancelled before its first step would never come to `_end`.
+        running.task = asyncio.current_task()
         report: runner_pb2.GroupReport | None = None
         try:
             report = await self._groups.run(assignment, prompt)
         except asyncio.CancelledError:
-            running = self._running.get((assignment.group_id, assignment.attempt))
-            if running is None or not running.cancelled:
+            if not running.cancelled:
                 raise  # the process ends
         except Exception as error:  # a bad rollout is data
             log.exception("group_failed", group_id=assignment.group_id)
@@ -164,6 +189,7 @@ class RunnerLoops:
         running = self._running.pop(key, None)
         if running is not None and running.cancelled:
             self._acknowledged.append(key)
+            self._check_settled()
             if report is not None:
                 self._drop(report)
         elif report is not None:
@@ -175,6 +201,10 @@ class RunnerLoops:
     def _check_idle(self) -> None:
         if self.draining and not self._running and self._unreported == 0:
             self._idle.set()
+
+    def _check_settled(self) -> None:
+        if not any(running.cancelled for running in self._running.values()):
+            self._settled.set()
 
     def _drop(self, report: runner_pb2.GroupReport) -> None:
         keys, routes = refs_of(report)
@@ -194,7 +224,7 @@ class RunnerLoops:
                         acknowledged=[runner_pb2.GroupAttempt(group_id=g, attempt=a) for g, a in acknowledged],
                         spool_bytes=self._spool.size_bytes,
                         spool_limit_bytes=self._spool.limit_bytes,
-                        wait_ms=0 if self._acknowledged else HEARTBEAT_WAIT_MS,
+                        wait_ms=HEARTBEAT_WAIT_MS,
                     ),
                     timeout=HEARTBEAT_WAIT_MS / 1000 + CALL_SLACK_S,
                 )
@@ -203,8 +233,13 @@ class RunnerLoops:
                 await self._retry_or_raise(error, "heartbeat")
                 continue
             if response.cancellations:
+                self._settled.clear()
                 self._cancel(list(response.cancellations))
-                await asyncio.sleep(0.005)  # let the aborts go out before the acknowledgement is asked for
+                self._check_settled()
+                # An update waits for the acknowledgements: send them as soon as all engines have let go.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SETTLE_S):
+                        await self._settled.wait()
 
     def _cancel(self, cancellations: list[runner_pb2.GroupCancellation]) -> None:
         for cancellation in cancellations:
@@ -247,9 +282,9 @@ class RunnerLoops:
                 self._drop(report)
 
     async def _retry_or_raise(self, error: grpc.aio.AioRpcError, what: str) -> None:
-        """An orchestrator that is away comes back; one that disowns this runner ends it."""
+        """An orchestrator that is away comes back; one that will always refuse ends this runner."""
         rebuilt = from_rpc_error(error)
-        if isinstance(rebuilt, RunnerSuperseded):
+        if isinstance(rebuilt, FINAL):
             raise rebuilt from error
         log.warning("orchestrator_call_failed", call=what, reason=rebuilt.reason, detail=rebuilt.message)
         await asyncio.sleep(RETRY_S)

@@ -34,7 +34,7 @@ class Peers:
         self._prefill: dict[str, prefill_pb2_grpc.PrefillServiceStub] = {}
         self._decode: dict[str, decode_pb2_grpc.DecodeServiceStub] = {}
         self._placements: list[str] = []
-        self._route_keys: defaultdict[str, list[str]] = defaultdict(list)
+        self._route_keys: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
@@ -64,7 +64,7 @@ class Peers:
         for ref in refs:
             keys = self._route_keys[ref.holder]
             if len(keys) < MAX_GIVE_BACK_ITEMS:
-                keys.append(ref.key)
+                keys[ref.key] = None
 
     async def give_back_loop(self) -> None:
         """Send what is queued. Waits on nothing but its own clock; a failed call is left to TTLs and bounds."""
@@ -74,7 +74,7 @@ class Peers:
 
     async def give_back(self) -> None:
         placements, self._placements = self._placements, []
-        routes, self._route_keys = self._route_keys, defaultdict(list)
+        routes, self._route_keys = self._route_keys, defaultdict(dict)
         calls = []
         if placements:
             request = routing_pb2.ReleaseRequest(request_id=str(uuid4()), placement_ids=placements)

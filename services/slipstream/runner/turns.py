@@ -29,15 +29,22 @@ log = structlog.get_logger()
 
 PLACE_AGAIN = (
     errors.WorkerStale,
+    errors.NoWeights,
+    errors.Draining,
+    errors.RequestAborted,
     errors.KvTransferFailed,
     errors.KvUnknown,
+    errors.KvMismatch,
     errors.NoWorker,
     errors.PoolSaturated,
     errors.StateUnavailable,
     errors.EngineFull,
     errors.Unreachable,
+    errors.DeadlineExceeded,
 )
 """What another placement may heal."""
+PREFILL_AT_FAULT = (errors.KvTransferFailed, errors.KvUnknown, errors.KvMismatch)
+"""What a decode worker says of the prefill worker."""
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 ABORT_TIMEOUT_S = 5.0
@@ -81,6 +88,7 @@ class TurnAttempt:
     placement: routing_pb2.PlaceResponse | None = None
     prefilling: bool = False
     decoding: bool = False
+    routes: list[types_pb2.RowsRef] = field(default_factory=list)
 
 
 class TurnClient:
@@ -114,9 +122,8 @@ class TurnClient:
             except PLACE_AGAIN as error:
                 log.info("turn_placed_again", request_id=attempt.request_id, reason=error.reason, retry=retry)
                 if attempt.placement is not None:
-                    avoid = [
-                        attempt.placement.decode.replica if attempt.decoding else attempt.placement.prefill.replica
-                    ]
+                    decode_failed = attempt.decoding and not isinstance(error, PREFILL_AT_FAULT)
+                    avoid = [(attempt.placement.decode if decode_failed else attempt.placement.prefill).replica]
             retry += 1
             pause_s = backoff_s * (0.5 + random.random())
             if time.monotonic() + pause_s >= deadline_s:
@@ -179,6 +186,8 @@ class TurnClient:
             ),
             timeout=UNARY_TIMEOUT_S,
         )
+        if prefilled.HasField("routes"):
+            attempt.routes.append(prefilled.routes)
         samples = [Sample() for _ in range(assignment.sample_count)]
         attempt.decoding = True
         prefix = f"{assignment.group_id}.{assignment.attempt}."
@@ -199,6 +208,10 @@ class TurnClient:
         async for message in stream:
             for chunk in message.chunks:
                 samples[chunk.sample_index].extend(chunk)
+                if chunk.HasField("routes"):
+                    attempt.routes.append(chunk.routes)
+        if any(sample.finish_reason == types_pb2.FINISH_REASON_ABORTED for sample in samples):
+            raise errors.RequestAborted("the decode worker aborted a sample that nobody here gave up")
         if not all(sample.finish_reason for sample in samples):
             raise errors.Unreachable("the decode stream ended before all of its samples")
         return Turn(
@@ -209,6 +222,7 @@ class TurnClient:
 
     async def _give_back(self, attempt: TurnAttempt) -> None:
         """Abort at the workers and wait until their blocks are free; a worker that is gone has none."""
+        self._peers.release_routes(attempt.routes)
         if attempt.placement is None:
             return
         aborts = []

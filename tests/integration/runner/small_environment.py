@@ -1,0 +1,52 @@
+"""A third party's environment: count to the task's number. `options.behaviour` says how it misbehaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from slipstream.environments.base import Completion, Score, Split, Task
+from slipstream.environments.config import ImportedConfig
+from slipstream.environments.tools import Tools
+
+
+class Counting:
+    """Rewards an answer that equals the task's index."""
+
+    def __init__(self, config: ImportedConfig, seed: int) -> None:
+        self.name = config.name
+        self._behaviour = config.options.get("behaviour", "")
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(split, index)
+
+    def prompt(self, task: Task) -> str:
+        if self._behaviour == "raises at the prompt":
+            raise LookupError("no such task")
+        return f"count to {task.index}\n"
+
+    async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
+        print("environments may print")
+        match self._behaviour:
+            case "raises":
+                raise ZeroDivisionError("a bug of its own")
+            case "exits":
+                sys.exit(3)
+            case "dies":
+                os._exit(3)
+            case "hangs":
+                time.sleep(3600)
+            case "answers nonsense":
+                return [Score(float("nan"), False) for _ in completions]
+            case "answers too few":
+                return []
+        # A number that JSON does not know, as from numpy.
+        half: Any = Fraction(1, 2)
+        return [Score(half, completion.text == str(task.index)) for completion in completions]
+
+    def demonstration(self, index: int, *, validation: bool = False) -> tuple[str, str] | None:
+        return None

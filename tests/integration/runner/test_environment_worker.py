@@ -1,0 +1,59 @@
+"""Environment code that misbehaves, in a real environment worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.runtime import ServiceFailed
+from slipstream.environments.config import ImportedConfig
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "detail"),
+    [
+        ("raises", "ZeroDivisionError: a bug of its own"),
+        ("answers nonsense", "ValueError: a reward must be finite, not nan"),
+        ("answers too few", "ValueError: zip"),
+        ("exits", "the environment worker died"),
+        ("dies", "the environment worker died"),
+        ("hangs", "environment code did not answer within 1 s"),
+    ],
+)
+async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs(
+    start_world: Any, behaviour: str, detail: str
+) -> None:
+    world = await start_world(behaviour, environment_timeout_s=1.0)
+    report = await world.report(await world.give(behaviour.replace(" ", "_")))
+    assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "ENVIRONMENT_ERROR")
+    assert report.detail.startswith(detail)
+    assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    # Nobody will train on the failed group: its routes are not kept.
+    await world.until(lambda: "p/g1.1" in world.workers["prefill-1"].released_rows)
+
+
+async def test_an_environment_without_a_prompt_fails_its_own_groups_only(start_world: Any) -> None:
+    world = await start_world("raises at the prompt")
+    world.orchestrator.waiting.append(
+        runner_pb2.GroupAssignment(
+            group_id="bad", attempt=1, environment="raises_at_the_prompt", split="train", deadline_ms=5000
+        )
+    )
+    good = await world.give()  # handed out in the same answer
+    assert (await world.report("bad")).detail == "LookupError: no such task"
+    assert (await world.report(good)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+
+
+async def test_an_environment_that_cannot_be_imported_ends_the_runner(
+    start_world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await start_world()
+    await world.report(await world.give())
+    config = ImportedConfig(name="gone", path="no_such_module:Environment")
+    world = await start_world(environments=[config])
+    async with asyncio.timeout(30):
+        with pytest.raises(ServiceFailed, match="the environment worker does not start"):
+            await world.process

@@ -1,0 +1,180 @@
+"""Groups through a whole runner: reports, rows, retries, cancellation, what peers do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.errors import EngineFull, KvTransferFailed, WorkerStale, from_rpc_error
+from slipstream.common.runtime import ServiceFailed
+from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+
+CODEC = TextCodec(build_tokenizer())
+PROMPT = CODEC.encode("count to 7\n")
+ANSWER = [*CODEC.encode("7"), CODEC.end_id]
+
+
+async def test_a_group_runs_to_a_report_whose_rows_can_be_fetched(world: Any, tmp_path: Path) -> None:
+    group_id = await world.give(samples=3)
+    report = await world.report(group_id)
+    assert report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    assert [record.rollout_id for record in report.rollouts] == [f"g1.1.{index}" for index in range(3)]
+    record = report.rollouts[0]
+    assert (record.reward, record.correct, record.finish_reason) == (0.5, True, types_pb2.FINISH_REASON_STOP)
+    assert (record.prompt_token_count, record.token_count) == (len(PROMPT), len(PROMPT) + 2)
+    assert [(span.token_count, span.version.step) for span in record.spans] == [(2, 3)]
+    assert [ref.key for ref in record.routes] == ["p/g1.1", "d/g1.1.0"]
+
+    header, data = await world.fetch(record.token_ids.key, "t/unknown", record.logprobs.key)
+    assert [part.missing for part in header.parts] == [False, True, False]
+    assert (header.size_bytes, header.crc32) == (len(data), zlib.crc32(data))
+    tokens = PROMPT + ANSWER
+    assert data == struct.pack(f"<{len(tokens)}i{len(tokens)}f", *tokens, *[0.0] * len(PROMPT), -0.5, -1.0)
+
+    assert world.workers["decode-1"].decodes[0].sampling.stop_token_ids == [CODEC.end_id]
+    await world.until(lambda: world.router.released == ["place/g1.1"])
+    line = json.loads((tmp_path / "rollouts" / "runner-1.jsonl").read_text().splitlines()[0])
+    assert (line["prompt"], line["completion"], line["versions"]) == ("count to 7\n", "7", [[2, "1.3"]])
+
+
+async def test_a_row_stream_resumes_from_its_offset(world: Any) -> None:
+    keys = [ref.key for ref in ((await world.report(await world.give())).rollouts[0].token_ids,)]
+    header, data = await world.fetch(*keys)
+    for offset in (1, len(data) - 1, len(data)):
+        resumed_header, resumed = await world.fetch(*keys, offset=offset)
+        assert (resumed_header, resumed) == (header, data[offset:])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await world.fetch(*keys, offset=len(data) + 1)
+    assert from_rpc_error(caught.value).reason == "OFFSET_OUT_OF_RANGE"
+
+
+@pytest.mark.parametrize("failed", ["prefill-1", "decode-1"])
+async def test_a_turn_refused_by_a_stale_worker_is_placed_again_away_from_it(world: Any, failed: str) -> None:
+    world.workers[failed].failure = WorkerStale("of another epoch")
+    report = await world.report(await world.give())
+    assert report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    assert [list(request.avoid_replicas) for request in world.router.asked] == [[], [failed]]
+    await world.until(lambda: world.router.released == ["place/g1.1", "place/g1.1~1"])
+
+
+async def test_kv_that_did_not_arrive_is_the_prefill_workers_fault(world: Any) -> None:
+    world.workers["decode-1"].failure = KvTransferFailed("it did not deliver")
+    group_id = await world.give()
+    await world.until(lambda: len(world.router.asked) > 1)
+    assert list(world.router.asked[1].avoid_replicas) == ["prefill-1"]
+    world.workers["decode-1"].failure = None
+    assert (await world.report(group_id)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+
+
+async def test_a_broken_decode_stream_is_sampled_again_under_new_ids(world: Any) -> None:
+    world.workers["decode-1"].breaks_after_first_chunk = True
+    report = await world.report(await world.give())
+    assert [record.token_count for record in report.rollouts] == [len(PROMPT) + 2] * 2  # nothing of the first try
+    assert list(world.workers["decode-1"].decodes[0].sample_ids) == ["g1.1.0", "g1.1.1"]
+    assert list(world.workers["decode-2"].decodes[0].sample_ids) == ["g1.1.0~1", "g1.1.1~1"]
+    assert [record.rollout_id for record in report.rollouts] == ["g1.1.0", "g1.1.1"]
+    assert [ref.key for ref in report.rollouts[0].routes] == ["p/g1.1~1", "d/g1.1.0~1"]
+    assert ("aborted", "decode-1", "g1.1") in world.events
+    assert ("aborted", "prefill-1", "g1.1") in world.events
+    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.0"])
+
+
+async def test_a_group_that_no_worker_takes_fails_at_its_deadline(world: Any) -> None:
+    for worker in world.workers.values():
+        worker.failure = EngineFull("full", limit=1)
+    world.orchestrator.waiting.append(
+        runner_pb2.GroupAssignment(
+            group_id="late",
+            attempt=1,
+            environment="good",
+            split="train",
+            sample_count=1,
+            sampling=types_pb2.Sampling(max_new_tokens=4),
+            salt="salt",
+            deadline_ms=300,
+        )
+    )
+    await world.orchestrator.tell()
+    report = await world.report("late")
+    assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "DEADLINE_EXCEEDED")
+
+
+async def test_a_cancellation_is_acknowledged_after_both_workers_freed_the_blocks(world: Any) -> None:
+    prefill, decode = world.workers["prefill-1"], world.workers["decode-1"]
+    decode.gate.clear()
+    prefill.abort_s, decode.abort_s = 0.4, 0.3
+    group_id = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    world.orchestrator.cancelled[group_id] = "AGED_OUT"
+    await world.orchestrator.tell()
+    await world.until(lambda: group_id not in world.orchestrator.cancelled)
+    assert world.events == [
+        ("aborted", "decode-1", "g1.1"),
+        ("aborted", "prefill-1", "g1.1"),
+        ("acknowledged", "orchestrator", group_id),
+    ]
+    await world.until(lambda: prefill.released_rows == ["p/g1.1"])
+    assert group_id not in world.orchestrator.reports
+
+
+async def test_a_cancellation_of_an_unknown_group_is_acknowledged(world: Any) -> None:
+    world.orchestrator.cancelled["unheard-of"] = "SUPERSEDED"
+    await world.orchestrator.tell()
+    await world.until(lambda: world.events == [("acknowledged", "orchestrator", "unheard-of")])
+
+
+@pytest.mark.parametrize("answer", ["refused", "unneeded"])
+async def test_rows_and_routes_of_a_group_nobody_trains_on_are_given_back(world: Any, answer: str) -> None:
+    getattr(world.orchestrator, answer).add("g1")
+    report = await world.report(await world.give(samples=1))
+    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.0"])
+    assert world.workers["prefill-1"].released_rows == ["p/g1.1"]
+    header, data = await world.fetch(report.rollouts[0].token_ids.key, report.rollouts[0].logprobs.key)
+    assert ([part.missing for part in header.parts], data) == ([True, True], b"")
+
+
+async def test_an_orchestrator_that_is_away_for_a_second_costs_nothing(world: Any) -> None:
+    decode = world.workers["decode-1"]
+    decode.gate.clear()
+    first = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    await world.stop_orchestrator()
+    decode.gate.set()
+    await asyncio.sleep(1)
+    await world.start_orchestrator()
+    second = await world.give()
+    for group_id in (first, second):
+        assert (await world.report(group_id)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    assert len(decode.decodes) == 2
+
+
+async def test_a_superseded_runner_ends(world: Any) -> None:
+    world.orchestrator.superseded = True
+    await world.orchestrator.tell()
+    async with asyncio.timeout(10):
+        with pytest.raises(ServiceFailed, match="a later process runs"):
+            await world.process
+
+
+async def test_a_drain_reports_what_runs(start_world: Any) -> None:
+    world = await start_world(drain_timeout_s=10.0)
+    decode = world.workers["decode-1"]
+    decode.gate.clear()
+    group_id = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    world.ask_to_stop()
+    await asyncio.sleep(0.3)
+    assert not world.process.done()
+    decode.gate.set()
+    async with asyncio.timeout(10):
+        await world.process
+    assert world.orchestrator.reports[group_id].outcome == runner_pb2.GROUP_OUTCOME_FINISHED
