@@ -8,6 +8,7 @@ from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -73,8 +74,8 @@ class LineDisplay:
 class PanelDisplay:
     """A panel that is redrawn in place; lines that stay go above it."""
 
-    def __init__(self) -> None:
-        self._console = Console()
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
         self._begun_s = time.monotonic()
         self._left = TimeLeft()
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
@@ -95,7 +96,7 @@ class PanelDisplay:
         table = Table.grid(padding=(0, 3))
         table.add_row(*(Text(name, style="dim") for name, _ in values), Text("so far", style="dim"))
         table.add_row(*(Text(value, style="bold") for _, value in values), duration(time.monotonic() - self._begun_s))
-        bar = ProgressBar(total=1.0, completed=fraction, width=None)
+        bar = Padding(ProgressBar(total=1.0, completed=fraction), 0)  # padded, or it does not end its line
         parts = [bar, table, Text(note, style="yellow")] if note else [bar, table]
         self._live.update(Panel(Group(*parts), title=title, title_align="left", width=min(self._console.width, 90)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rich.console import Console
+
 from slipstream.api.run.v1 import run_pb2
-from slipstream.launcher.display import LineDisplay
+from slipstream.launcher.display import LineDisplay, PanelDisplay
 from slipstream.launcher.progress import TimeLeft, facts, outcome
 
 
@@ -65,3 +67,15 @@ def test_without_a_terminal_a_line_comes_now_and_then(capsys):
     assert len(lines) == 2
     assert "step 0/100" in lines[0]
     assert "evaluating after" in lines[1]
+
+
+def test_the_panel_names_every_figure_above_its_value(capsys):
+    console = Console(width=90, force_terminal=True, color_system=None)
+    display = PanelDisplay(console)
+    metrics = {"reward_mean": 0.618, "lag_mean": 1.44, "tokens_per_s": 2310.4}
+    display.show(run_pb2.Run(phase="training", step=31, total_steps=170, metrics=metrics))
+    display.close()
+    lines = capsys.readouterr().out.splitlines()
+    named = next(index for index, line in enumerate(lines) if "reward" in line)
+    assert lines[named].split()[1:5] == ["step", "reward", "lag", "tokens/s"]
+    assert lines[named + 1].split()[1:5] == ["31/170", "0.62", "1.4", "2310"]
