@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from slipstream.api.run.v1 import run_pb2
 from slipstream.common.channel import open_channel, read_token
@@ -33,15 +34,17 @@ def run_rl(arguments: Sequence[str], *, stay_up: bool) -> int:
     run = create_run_dir(config.run.directory, config.run.name)
     lock, lease, display = RunLock(run), PortLease(), open_display()
     try:
-        return asyncio.run(_run_rl(config, run, lease, display, stay_up=stay_up))
+        with socket_path(run) as socket:
+            return asyncio.run(_run_rl(config, run, socket, lease, display, stay_up=stay_up))
     finally:
         display.close()
         lease.close()
         lock.release()
 
 
-async def _run_rl(config: RunConfig, run: RunDir, lease: PortLease, display: Display, *, stay_up: bool) -> int:
-    socket = socket_path(run)
+async def _run_rl(
+    config: RunConfig, run: RunDir, socket: Path, lease: PortLease, display: Display, *, stay_up: bool
+) -> int:
     endpoints = assign_endpoints(run.endpoints_file, replicas_of(config), lease)
     configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}")
     run.config_file.write_text(dump_toml(config))

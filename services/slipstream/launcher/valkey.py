@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.launcher.errors import ValkeyMissingError
@@ -25,12 +27,15 @@ def binary_path() -> Path:
     return found[0]
 
 
-def socket_path(run: RunDir) -> Path:
+@contextlib.contextmanager
+def socket_path(run: RunDir) -> Iterator[Path]:
     """In the run directory, or in a private temporary one where that path is too long for a socket."""
     path = run.path / "valkey.sock"
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        return path
-    return Path(tempfile.mkdtemp(prefix="slipstream-")) / "valkey.sock"
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory) / "valkey.sock"
 
 
 def valkey_spec(run: RunDir, path: Path) -> ProcessSpec:

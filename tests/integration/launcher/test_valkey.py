@@ -17,7 +17,7 @@ from slipstream.launcher.valkey import socket_path, valkey_spec
 
 async def test_valkey_is_private_and_comes_back_after_a_kill(tmp_path: Path):
     run = create_run_dir(tmp_path, "demo")
-    socket = socket_path(run)
+    socket = tmp_path / "v.sock"
     supervisor = Supervisor(backoff_s=0.05, stop_timeout_s=4.0)
     client = redis.asyncio.Redis.from_url(f"unix://{socket}")
     try:
@@ -45,4 +45,7 @@ async def test_valkey_is_private_and_comes_back_after_a_kill(tmp_path: Path):
 
 def test_a_run_directory_too_deep_for_a_socket_gets_one_elsewhere(tmp_path: Path):
     run = create_run_dir(tmp_path / ("deep" * 20), "demo")
-    assert len(os.fsencode(socket_path(run))) <= 100
+    with socket_path(run) as socket:
+        assert len(os.fsencode(socket)) <= 100
+        assert socket.parent.exists()
+    assert not socket.parent.exists()
