@@ -21,9 +21,7 @@ log = structlog.get_logger()
 PYTHON_ROOT = "python"
 DEFAULT_LEASE_TTL_MS = 60_000
 DEFAULT_PAGE_SIZE = 100
-OUTCOMES: dict[Outcome, sandbox_pb2.Outcome.ValueType] = {
-    outcome: sandbox_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome
-}
+OUTCOMES = {outcome: f"OUTCOME_{outcome.name}" for outcome in Outcome}
 
 
 class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):

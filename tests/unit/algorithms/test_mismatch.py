@@ -30,7 +30,7 @@ def test_parts_follow_the_formula_and_add_up():
 
 
 def test_no_tokens_is_no_mismatch():
-    empty = np.zeros(0)
+    empty = np.zeros(0, np.float32)
     result = mismatch(empty, empty, empty.astype(np.int64), empty.astype(np.int64), trained=1)
     assert result.metrics()["mismatch_kl"] == 0.0
     assert result.metrics()["ratio_p999"] == 1.0
