@@ -8,8 +8,10 @@ their limits, and its counters say which one was hit.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
@@ -218,16 +220,22 @@ class CgroupTree:
 
 
 def _make(parent: Path, pid: int) -> Path:
-    """This executor's folder; those of executors that were killed are removed."""
+    """This executor's folder. Those of executors that were killed are removed, with whatever still sits there."""
     for old in parent.glob(f"{PREFIX}*"):
         if not Path("/proc", old.name.removeprefix(PREFIX)).exists():
-            for child in old.iterdir():
-                if child.is_dir():
-                    _remove(child)
+            for child in [path for path in old.iterdir() if path.is_dir()]:
+                _kill_tasks(child)
+                _remove(child)
             _remove(old)
     folder = parent / f"{PREFIX}{pid}"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _kill_tasks(folder: Path) -> None:
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def _remove(folder: Path) -> None:
