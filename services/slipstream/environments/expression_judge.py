@@ -21,7 +21,7 @@ def judge(text: str | None, target: int) -> dict[str, object]:
         return {"outcome": "no end token"}
     if not text or not CHARACTERS.issuperset(text):
         return {"outcome": "not an expression"}
-    tree = ast.parse(text, mode="eval")
+    tree = ast.parse(text.lstrip(" "), mode="eval")  # as `eval` does: a leading space is no indentation
     operators = 0
     for node in ast.walk(tree):
         if not isinstance(node, NODES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Environment
@@ -35,7 +36,9 @@ def _build(config: EnvironmentConfig, seed: int) -> Environment:
 def _import(config: ImportedConfig, seed: int) -> Environment:
     module_name, _, factory_name = config.path.partition(":")
     try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
+        factory: Any = getattr(importlib.import_module(module_name), factory_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"environments.{config.name}: cannot import {config.path!r}: {error}") from error
+    if not callable(factory):
+        raise ConfigError(f"environments.{config.name}: {config.path!r} is not callable")
     return factory(config, seed)

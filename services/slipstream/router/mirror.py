@@ -51,16 +51,17 @@ class LeaseMirror:
     async def run(self) -> None:
         """Write for good. Waits on its clock and on Redis, each write bounded by the client's socket timeout."""
         loop = asyncio.get_running_loop()
-        pinged_s = float("-inf")
+        heard_s = float("-inf")
         while True:
             placed, released = self._placed, self._released
             self._placed, self._released = {}, []
             try:
                 if placed or released:
                     await self._state.write_many(placed, released, self._ttl_s)
-                elif self._away is not None or loop.time() - pinged_s > PING_PERIOD_S:
+                    heard_s = loop.time()
+                elif self._away is not None or loop.time() - heard_s > PING_PERIOD_S:
                     await self._state.ping()
-                pinged_s = loop.time()
+                    heard_s = loop.time()
             except StateUnavailable as error:
                 if self._away is None:
                     log.warning("redis_away", detail=error.message)

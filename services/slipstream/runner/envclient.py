@@ -12,6 +12,7 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ log = structlog.get_logger()
 
 MAX_LINE_BYTES = 16 * 2**20
 START_TIMEOUT_S = 60.0
-MAX_FAILED_STARTS = 3
 STOP_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 1.0
 RESTART_PAUSE_S = 0.5
 
 
@@ -77,12 +78,10 @@ class EnvironmentWorker:
         Raises:
             EnvironmentFailed: it does not even start; an environment that cannot be imported, say.
         """
-        failed_starts = 0
         try:
-            while failed_starts < MAX_FAILED_STARTS:
-                failed_starts = 0 if await self._run_once() else failed_starts + 1
+            while True:
+                await self._run_once()
                 await asyncio.sleep(RESTART_PAUSE_S)
-            raise EnvironmentFailed("the environment worker does not start; its standard error says why")
         finally:
             await self._end_process()
 
@@ -139,8 +138,7 @@ class EnvironmentWorker:
             raise EnvironmentFailed(reply["error"], environment=environment)
         return reply
 
-    async def _run_once(self) -> bool:
-        """Run one process to its end; whether it got as far as taking requests."""
+    async def _run_once(self) -> None:
         started = False
         ours, theirs = socket.socketpair()
         with theirs:
@@ -173,9 +171,14 @@ class EnvironmentWorker:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(EnvironmentFailed("the environment worker died"))
+        with suppress(TimeoutError):  # it closed its socket: it is ending by itself
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await self._process.wait()
         await self._end_process()
-        log.warning("environment_worker_ended", returncode=self._process.returncode)
-        return started
+        code = self._process.returncode
+        log.warning("environment_worker_ended", returncode=code)
+        if not started:
+            raise EnvironmentFailed(f"the environment worker does not start (exit code {code}); the log says why")
 
     def _kill(self) -> None:
         """A worker whose code does not come back is of no more use to anyone."""

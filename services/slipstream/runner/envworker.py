@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from slipstream.common.channel import read_token
-from slipstream.common.config import cli
+from slipstream.common.config import ConfigError, cli
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
@@ -136,7 +136,11 @@ def main() -> None:
     config = cli(RunnerConfig, sys.argv[2:])
     setup_logging(config, "environment_worker")
     os.dup2(2, 1)  # what environments print must not look like anything else
-    asyncio.run(run(config, connection))
+    try:
+        asyncio.run(run(config, connection))
+    except ConfigError as error:
+        log.error("environments_refused", reason=str(error))
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,7 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         await self._await(lambda: bool(self.cancelled), min(request.wait_ms / 1000, 0.3))
         return runner_pb2.HeartbeatResponse(
             cancellations=[
-                runner_pb2.GroupCancellation(
-                    group=runner_pb2.GroupAttempt(group_id=group_id, attempt=1), reason=reason
-                )
+                runner_pb2.GroupCancellation(group=runner_pb2.GroupAttempt(group_id=group_id, attempt=1), reason=reason)
                 for group_id, reason in self.cancelled.items()
             ],
             lease_ttl_ms=5000,
@@ -111,7 +109,12 @@ class FakeRouter(routing_pb2_grpc.RouterServiceServicer):
             name: next((ref for ref in refs if ref.replica not in request.avoid_replicas), refs[0])
             for name, refs in self.pools.items()
         }
-        return routing_pb2.PlaceResponse(placement_id=f"place/{request.request_id}", lease_ttl_ms=60_000, **chosen)
+        return routing_pb2.PlaceResponse(
+            placement_id=f"place/{request.request_id}",
+            lease_ttl_ms=60_000,
+            prefill=chosen["prefill"],
+            decode=chosen["decode"],
+        )
 
     async def Release(self, request: routing_pb2.ReleaseRequest, context: Any) -> routing_pb2.ReleaseResponse:
         self.released += request.placement_ids
@@ -200,7 +203,7 @@ class World:
         self._orchestrator_port = 0
         self._numbers = itertools.count(1)
 
-    async def start(self, tmp_path: Path, environments: list[ImportedConfig], **fields: Any) -> None:
+    async def start(self, tmp_path: Path, **fields: Any) -> None:
         await self.start_orchestrator()
         router_port = await self._serve([(routing_pb2_grpc.add_RouterServiceServicer_to_server, self.router, "")])
         for name, worker in self.workers.items():
@@ -221,7 +224,6 @@ class World:
             orchestrator_address=f"127.0.0.1:{self._orchestrator_port}",
             router_address=f"127.0.0.1:{router_port}",
             model_dir=tmp_path / "model",
-            environments=environments,
             **fields,
         )
         file = tmp_path / "runner.toml"
@@ -270,7 +272,7 @@ class World:
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110 observed from outside
+            while not condition():
                 assert not self.process.done(), "the runner ended"
                 await asyncio.sleep(0.01)
 
@@ -317,9 +319,10 @@ async def start_world(
 
     @asynccontextmanager
     async def opened(*behaviours: str, **fields: Any) -> AsyncIterator[World]:
+        fields.setdefault("environments", [environment(behaviour) for behaviour in ("", *behaviours)])
         async with AsyncExitStack() as stack:
             world = World(make_config, stack)
-            await world.start(tmp_path, [environment(behaviour) for behaviour in ("", *behaviours)], **fields)
+            await world.start(tmp_path, **fields)
             yield world
 
     async with AsyncExitStack() as stack:

@@ -39,7 +39,7 @@ class Counting:
             case "dies":
                 os._exit(3)
             case "hangs":
-                time.sleep(3600)
+                time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "answers nonsense":
                 return [Score(float("nan"), False) for _ in completions]
             case "answers too few":

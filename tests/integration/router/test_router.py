@@ -1,0 +1,145 @@
+"""A router among workers that come, go, restart and fall silent, and a Valkey that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from slipstream.api.inference.v1 import worker_pb2
+from slipstream.api.routing.v1 import routing_pb2
+from slipstream.common.errors import from_rpc_error
+from slipstream.common.version import PolicyVersion
+
+
+async def test_a_placement_counts_and_is_mirrored_until_it_is_released(world: Any) -> None:
+    placed = await world.place(sample_count=8)
+    assert placed.lease_ttl_ms == 60_000
+    held = json.loads(await world.mirrored(placed.placement_id))
+    assert (held["prefill"], held["decode"]) == (placed.prefill.replica, placed.decode.replica)
+    assert (held["decode_epoch"], held["sample_count"]) == ("first", 8)
+    workers = await world.list()
+    assert [workers[ref.replica].placement_count for ref in (placed.prefill, placed.decode)] == [1, 1]
+    assert (await world.place()).decode.replica != placed.decode.replica  # the other one is idle
+
+    assert await world.release(placed.placement_id, "unknown") == 1
+    assert await world.release(placed.placement_id) == 0
+    await world.mirrored(placed.placement_id, there=False)
+    assert (await world.list())[placed.decode.replica].placement_count == 0
+
+
+async def test_a_repeated_request_answers_the_same_placement(world: Any) -> None:
+    first, second = [await world.place(request_id="same") for _ in range(2)]
+    assert first == second
+    assert sum(worker.placement_count for worker in (await world.list()).values()) == 2
+    assert await world.refused(request_id="same", sample_count=9) == "REQUEST_ID_REUSED"
+
+
+async def test_an_expired_lease_frees_what_it_counted(start_world: Any) -> None:
+    world = await start_world(lease_ttl_s=0.5)
+    placed = await world.place()
+    await world.until(lambda workers: all(worker.placement_count == 0 for worker in workers.values()))
+    await world.mirrored(placed.placement_id, there=False)
+    assert await world.release(placed.placement_id) == 0
+
+
+async def test_a_turn_goes_where_its_prefix_is_cached(world: Any) -> None:
+    world.workers["prefill-2"].stores(7, 8)
+    world.workers["decode-1"].stores(7)
+    await asyncio.sleep(0.3)
+    for _ in range(3):
+        placed = await world.place(7, 8, 9)
+        assert (placed.prefill.replica, placed.decode.replica) == ("prefill-2", "decode-1")
+        assert placed.expected_cached_token_count == 2 * 4
+
+
+async def test_a_restarted_worker_has_a_new_epoch_and_no_cached_prefix(world: Any) -> None:
+    prefill = world.workers["prefill-2"]
+    prefill.stores(7, 8)
+    await asyncio.sleep(0.3)
+    assert (await world.place(7, 8)).expected_cached_token_count == 8
+    await prefill.stop()
+    await world.until(lambda workers: not workers["prefill-2"].routable)
+    prefill.epoch = "second"
+    await prefill.start(world.make_config)
+    await world.until(lambda workers: workers["prefill-2"].routable)
+    placed = await world.place(7, 8, avoid_replicas=["prefill-1"])
+    assert (placed.prefill.epoch, placed.expected_cached_token_count) == ("second", 0)
+
+
+async def test_a_worker_whose_stream_breaks_is_out_at_once(world: Any) -> None:
+    await world.workers["decode-1"].stop()
+    broke_s = time.monotonic()
+    await world.until(lambda workers: not workers["decode-1"].routable)
+    assert time.monotonic() - broke_s < 2.5  # without waiting for worker_silence_s, 3 s
+    for _ in range(3):
+        assert (await world.place()).decode.replica == "decode-2"
+    await world.workers["decode-2"].stop()
+    await world.until(lambda workers: not workers["decode-2"].routable)
+    assert await world.refused() == "NO_WORKER"
+
+
+async def test_a_silent_worker_is_out_within_five_seconds(world: Any) -> None:
+    world.workers["prefill-1"].silent = True
+    await world.until(lambda workers: not workers["prefill-1"].routable, timeout_s=5.0)
+    assert (await world.place()).prefill.replica == "prefill-2"
+    world.workers["prefill-1"].silent = False
+    await world.until(lambda workers: workers["prefill-1"].routable)
+
+
+async def test_a_worker_below_the_version_or_stale_is_never_offered(world: Any) -> None:
+    world.workers["decode-1"].version = PolicyVersion(1, 4)
+    world.workers["prefill-2"].version = PolicyVersion(2, 0)
+    world.workers["prefill-1"].state = worker_pb2.WORKER_STATE_STALE
+    await asyncio.sleep(0.3)
+    for _ in range(3):
+        placed = await world.place(step=4)
+        assert (placed.prefill.replica, placed.decode.replica) == ("prefill-2", "decode-1")
+    assert await world.refused(step=5) == "NO_WORKER"
+
+
+async def test_without_valkey_nothing_is_placed_and_open_placements_are_written_again(
+    world: Any, own_valkey: Any
+) -> None:
+    kept, released = await world.place(), await world.place()
+    await world.mirrored(kept.placement_id)
+    own_valkey.kill()
+    await asyncio.sleep(1.5)
+    assert await world.refused() == "STATE_UNAVAILABLE"
+    assert await world.release(released.placement_id) == 1  # what is open goes on
+
+    own_valkey.start()  # an empty one
+    await world.placeable()
+    assert json.loads(await world.mirrored(kept.placement_id))["decode"] == kept.decode.replica
+    await world.mirrored(released.placement_id, there=False)
+
+
+async def test_workers_are_listed_in_pages(world: Any) -> None:
+    names, token = [], ""
+    while True:
+        page = await world.router.ListWorkers(routing_pb2.ListWorkersRequest(page_size=3, page_token=token))
+        names.append([worker.ref.replica for worker in page.workers])
+        token = page.next_page_token
+        if not token:
+            break
+    assert names == [["decode-1", "decode-2", "prefill-1"], ["prefill-2"]]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await world.router.ListWorkers(routing_pb2.ListWorkersRequest(page_token="never-given"))
+    assert from_rpc_error(caught.value).reason == "INVALID_REQUEST"
+
+
+async def test_a_watcher_hears_of_every_change_soon(world: Any) -> None:
+    stream = world.router.WatchWorkers(routing_pb2.WatchWorkersRequest())
+    first = await stream.read()
+    assert [worker.version.step for worker in first.workers] == [3, 3, 3, 3]
+    # Right behind a message, when the stream pauses to keep to ten a second.
+    for worker in world.workers.values():
+        worker.version = PolicyVersion(1, 4)
+    async with asyncio.timeout(2):
+        while {worker.version.step for worker in (await stream.read()).workers} != {4}:
+            pass
+    stream.cancel()
