@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Environment
@@ -36,7 +35,7 @@ def _build(config: EnvironmentConfig, seed: int) -> Environment:
 def _import(config: ImportedConfig, seed: int) -> Environment:
     module_name, _, factory_name = config.path.partition(":")
     try:
-        factory: Any = getattr(importlib.import_module(module_name), factory_name)
+        factory: Callable[[ImportedConfig, int], Environment] = getattr(importlib.import_module(module_name), factory_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"environments.{config.name}: cannot import {config.path!r}: {error}") from error
     if not callable(factory):
