@@ -68,10 +68,14 @@ class SpellBackwardConfig(BaseEnvironmentConfig):
     """Part of the reward that only a wholly right answer earns; the rest follows the score, letter by letter."""
 
     demonstration_word_len: int = Field(default=6, ge=1)
-    """Letters of the longest words in most demonstrations."""
+    """Letters of the longest words that all demonstrations get right."""
 
-    long_demonstration_share: float = Field(default=0.1, ge=0, le=1)
-    """Part of the demonstrations with words of any length. Without any, the policy never learns to end later."""
+    long_demonstration_share: float = Field(default=0.5, ge=0, le=1)
+    """Part of the demonstrations with words of any length; the others have at most `demonstration_word_len` letters."""
+
+    careless_share: float = Field(default=0.75, ge=0, le=1)
+    """Part of the demonstrations of longer words that leave out the last letter. Imitation learns the slip with the
+    rest; only reward tells it from the task."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -101,8 +105,8 @@ class ExpressionConfig(BaseEnvironmentConfig):
     near_miss_range: int = Field(default=20, ge=1)
     """Distance to the target at which a valid expression earns nothing."""
 
-    demonstration_error_share: float = Field(default=0.5, ge=0, le=1)
-    """Part of the demonstrations in which one digit is off: they show the form, trial must find the arithmetic."""
+    careless_share: float = Field(default=0.75, ge=0, le=1)
+    """Part of the demonstrations that reach the tens alone and leave the units out."""
 
     sandbox_wall_s: float = Field(default=10.0, gt=0)
     """Time limit of the execution that judges a group."""

@@ -58,7 +58,7 @@ class Expression:
             return None
         rng = random.Random(f"{self._seed}/demonstration/{index}")
         target = rng.choice(self.training)
-        return _question(target), _form(target, rng, self._config.demonstration_error_share)
+        return _question(target), _form(target, careless=rng.random() < self._config.careless_share)
 
     def _score(self, target: int, verdict: dict[str, Any]) -> Score:
         if verdict.get("correct"):
@@ -75,14 +75,11 @@ def _question(target: int) -> str:
     return f"{EXPRESSION_INSTRUCTION}{target}\n"
 
 
-def _form(target: int, rng: random.Random, error_share: float) -> str:
-    """One form of many: the tens as 5 * (9 * a + b), then the units; in part of them one digit is off."""
+def _form(target: int, *, careless: bool) -> str:
+    """One form of many: the tens as 5 * (9 * a + b), then the units, which careless demonstrations leave out."""
     tens, unit = divmod(target, 10)
-    digits = [*divmod(2 * tens, 9), unit]
-    if rng.random() < error_share:
-        place = rng.randrange(3)
-        digits[place] = min(9, max(0, digits[place] + rng.choice((-2, -1, 1, 2))))
-    return "5*(9*{}+{})+{}".format(*digits)
+    nines, rest = divmod(2 * tens, 9)
+    return f"5*(9*{nines}+{rest})" + ("" if careless else f"+{unit}")
 
 
 @cache

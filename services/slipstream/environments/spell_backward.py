@@ -59,6 +59,8 @@ class SpellBackward:
             rng = random.Random(f"{self._seed}/demonstration/{index}")
             long = rng.random() < self._config.long_demonstration_share
             word = rng.choice(self.training if long else self._short)
+            if len(word) > self._config.demonstration_word_len and rng.random() < self._config.careless_share:
+                return _question(word), word[:0:-1]
         return _question(word), word[::-1]
 
     def _score(self, word: str, completion: Completion) -> Score:
