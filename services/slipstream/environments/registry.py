@@ -35,7 +35,8 @@ def _build(config: EnvironmentConfig, seed: int) -> Environment:
 def _import(config: ImportedConfig, seed: int) -> Environment:
     module_name, _, factory_name = config.path.partition(":")
     try:
-        factory: Callable[[ImportedConfig, int], Environment] = getattr(importlib.import_module(module_name), factory_name)
+        module = importlib.import_module(module_name)
+        factory: Callable[[ImportedConfig, int], Environment] = getattr(module, factory_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"environments.{config.name}: cannot import {config.path!r}: {error}") from error
     if not callable(factory):
