@@ -233,7 +233,8 @@ def _make(parent: Path, pid: int) -> Path:
 
 
 def _kill_tasks(folder: Path) -> None:
-    for pid in (folder / "cgroup.procs").read_text().split():
+    # 0 stands for a process of another PID namespace; to kill(2) it would mean our own group.
+    for pid in set((folder / "cgroup.procs").read_text().split()) - {"0"}:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
 

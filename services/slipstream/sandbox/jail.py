@@ -97,7 +97,7 @@ def bind_arguments(tree: SystemTree) -> list[str]:
     arguments += [word for place, target in tree.links for word in ("--symlink", target, place)]
     for name in DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    return arguments
+    return [*arguments, "--dir", FILES]
 
 
 def staged_arguments(root: str) -> list[str]:

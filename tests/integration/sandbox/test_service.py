@@ -216,7 +216,7 @@ class Process:
 
 @pytest.fixture
 def process(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.endswith("services")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     process = Process(tmp_path)
     yield process
     process.end()
