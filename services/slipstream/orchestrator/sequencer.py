@@ -123,6 +123,7 @@ class Sequencer:
         self.failures: dict[str, FailureStreak] = {}
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
+        self._wanted_step = 0
         self._journal = journal
         self._metrics = metrics
         self._release_rows = release_rows
@@ -439,8 +440,18 @@ class Sequencer:
             **{key: float(value) for key, value in figures.items() if isinstance(value, int | float)},
         )
 
+    def want(self, step: int) -> None:
+        """The trainer asks for the plan of `step`: it may be sealed.
+
+        No step is sealed before. Sealing ahead would fix batches of whatever ends first, and with every step sealed the
+        groups that still run come a version closer to ageing out, though no trainer waits for their place.
+        """
+        if step > self._wanted_step:
+            self._wanted_step = step
+            self._seal_what_can_be()
+
     def _seal_what_can_be(self) -> None:
-        while (sealed := self.machine.seal()) is not None:
+        while self.machine.sealed_step < self._wanted_step and (sealed := self.machine.seal()) is not None:
             self._seal(sealed)
 
     def _seal(self, sealed: SealedStep) -> None:

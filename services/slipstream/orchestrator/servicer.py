@@ -127,6 +127,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         next_step = sequencer.machine.sealed_step + 1
         if step not in sequencer.plans and step != next_step:
             raise StepNotNext(f"step {step} is not the next to be sealed", next_step=next_step)
+        sequencer.want(step)
         await sequencer.sealed.until(lambda: step in sequencer.plans or self._state.ended, request.wait_ms / 1000)
         self._see_incarnation(request.incarnation)
         plan = sequencer.plans.get(step)

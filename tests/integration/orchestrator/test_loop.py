@@ -124,6 +124,9 @@ async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_agai
         waiting = asyncio.ensure_future(world.heartbeat(wait_ms=5000))
         await asyncio.sleep(0.1)
         await world.report(*(world.finished(group) for group in groups[:4]))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()  # no step is sealed before the trainer asks for it
+        plan = (await world.plan(1)).plan
         answer = await asyncio.wait_for(waiting, 1.0)
         assert {(c.group.group_id, c.reason) for c in answer.cancellations} == {
             (group.group_id, "AGED_OUT") for group in groups[4:]
@@ -131,7 +134,7 @@ async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_agai
         late = await world.report(world.finished(groups[4]))
         assert [attempt.group_id for attempt in late.refused] == [groups[4].group_id]
         # The update waits for the acknowledgements.
-        await world.train((await world.plan(1)).plan)
+        await world.train(plan)
         await asyncio.sleep(0.3)
         assert (await world.run()).serving.step == 0
         await world.heartbeat(acknowledged=tuple(c.group for c in answer.cancellations))
