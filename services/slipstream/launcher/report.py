@@ -102,10 +102,11 @@ def overlap_fraction(records: RunRecords) -> float | None:
     return total_s(intersection(training, decoding)) / total_s(training)
 
 
-def cancelled_by_reason(records: RunRecords) -> dict[str, int]:
+def cancelled_by_reason(records: RunRecords, unit: str = "count") -> dict[str, int]:
+    """Cancelled rollouts (`count`) or groups (`groups`) by reason, most first."""
     counts: dict[str, int] = defaultdict(int)
     for cancelled in records.of_kind("cancelled"):
-        counts[str(cancelled.get("reason", "unknown"))] += int(cancelled.get("count", 1))
+        counts[str(cancelled.get("reason", "unknown"))] += int(cancelled.get(unit, 1))
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 

@@ -168,16 +168,17 @@ def _tracks(records: RunRecords, replicas: Sequence[str], begin_s: float, end_s:
 
 def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     lags = [(str(lag), float(count)) for lag, count in report.lag_histogram(records).items()]
-    reasons = [(name.lower().replace("_", " "), float(n), ORANGE) for name, n in figures["cancelled_by_reason"].items()]
+    cancelled = report.cancelled_by_reason(records, "groups")
     ends = [
-        ("trained groups", float(figures["groups_trained"]), BLUE),
-        ("no variance", figures["groups_filtered"], GREY),
+        ("trained", float(figures["groups_trained"]), BLUE),
+        ("no variance", float(figures["groups_filtered"]), GREY),
+        *((f"cancelled: {name.lower().replace('_', ' ')}", float(n), ORANGE) for name, n in cancelled.items()),
     ]
     return [
         _card("Lag of trained groups", charts.bar_chart(lags, x_label="versions behind", y_label="groups"),
               f"Bound: {figures['lag_bound']}."),
-        _card("Cancelled and aged out, by reason", charts.level_chart(reasons) + charts.level_chart(ends),
-              f"{figures['rollouts_cancelled']} rollouts were cancelled."),
+        _card("How groups ended", charts.level_chart(ends),
+              f"In groups; {figures['rollouts_cancelled']} rollouts were cancelled. Aged out may have started again."),
     ]  # fmt: skip
 
 
