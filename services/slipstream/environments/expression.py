@@ -49,7 +49,7 @@ class Expression:
             "expressions": [completion.text if completion.stopped else None for completion in completions],
         }
         limits = SandboxLimits(wall_s=self._config.sandbox_wall_s)
-        result = await tools.run_python(_judge(), json.dumps(request).encode(), limits)
+        result = await tools.run_python(_judge(), repr(request).encode(), limits)
         verdicts = _verdicts(result.stdout, len(completions))
         return [self._score(target, verdict or {"outcome": result.outcome}) for verdict in verdicts]
 
