@@ -12,12 +12,23 @@ import structlog
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.store import Extent, VersionStore, skip_bytes
-from slipstream.common.errors import InvalidRequest, Unsupported
-from slipstream.common.frames import FRAME_BYTES, encode_data, encode_header, iter_data, raw_requests, read_header
+from slipstream.common.errors import InvalidRequest, SlipstreamError, Unsupported
+from slipstream.common.frames import (
+    FRAME_BYTES,
+    encode_data,
+    encode_header,
+    iter_data,
+    raw_requests,
+    read_header,
+    skip_rest,
+)
 from slipstream.common.version import PolicyVersion
 from slipstream.weights.manifest import Probe, WeightSlice
 
 log = structlog.get_logger()
+
+REFUSED_SHARD_TIMEOUT_S = 10.0
+"""How long the rest of a refused shard is read and dropped, in seconds."""
 
 
 class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
@@ -38,6 +49,14 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
         self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> broadcast_pb2.PublishShardResponse:
         messages = aiter(request_iterator)
+        try:
+            size_bytes = await self._take_shard(messages)
+        except SlipstreamError:
+            await skip_rest(messages, REFUSED_SHARD_TIMEOUT_S)
+            raise
+        return broadcast_pb2.PublishShardResponse(size_bytes=size_bytes)
+
+    async def _take_shard(self, messages: AsyncIterator[bytes]) -> int:
         header = await read_header(messages, broadcast_pb2.ShardHeader)
         if header.source:
             raise Unsupported("bytes must follow here: no transport that reads from a source is configured")
@@ -54,7 +73,7 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
         except BaseException:
             writer.discard()
             raise
-        return broadcast_pb2.PublishShardResponse(size_bytes=writer.size_bytes)
+        return writer.size_bytes
 
     async def SealVersion(
         self, request: broadcast_pb2.SealVersionRequest, context: grpc.aio.ServicerContext

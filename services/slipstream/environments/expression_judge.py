@@ -12,6 +12,10 @@ import resource
 import signal
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 CHARACTERS = frozenset("0123456789+-*/%() ")
 NODES = (_ast.Expression, _ast.BinOp, _ast.UnaryOp, _ast.Constant, _ast.operator, _ast.unaryop)
 SYNTAX_TREE_ONLY = 0x400
@@ -25,9 +29,9 @@ def judge(text: str | None, target: int) -> tuple[str, bool, int | None]:
     if not text or not CHARACTERS.issuperset(text):
         return "not an expression", False, None
     # As `eval` does: a leading space is no indentation.
-    tree: _ast.Expression = compile(text.lstrip(" "), "expression", "eval", SYNTAX_TREE_ONLY)
+    tree: Any = compile(text.lstrip(" "), "expression", "eval", SYNTAX_TREE_ONLY)
     operators = 0
-    nodes: list = [tree]
+    nodes = [tree]
     while nodes:
         node = nodes.pop()
         if not isinstance(node, NODES):
