@@ -142,9 +142,6 @@ class FrameInvalid(SlipstreamError):
     reason = "FRAME_INVALID"
 
 
-# --- Owners of services append their section below ---------------------------------------------------
-
-
 # --- Router and runner -------------------------------------------------------------------------------
 
 

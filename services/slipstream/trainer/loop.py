@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 import numpy as np
@@ -122,10 +122,10 @@ class TrainingLoop:
                     break
                 step += 1
                 wait_s = time.monotonic() - waited_s
-                snapshot, result, refs = await self._train(learner, plan, wait_s)
+                snapshot, result = await self._train(learner, plan, wait_s)
                 if publishing is not None:
                     await publishing
-                publishing = group.create_task(self._finish(snapshot, result, refs), name=f"publish-{step}")
+                publishing = group.create_task(self._publish(snapshot, result), name=f"publish-{step}")
                 if plan.last:
                     break
         return step
@@ -146,14 +146,13 @@ class TrainingLoop:
                 return None
         return None
 
-    async def _train(self, learner: Learner, plan: batch_pb2.Plan, wait_s: float) -> tuple[_Snapshot, _Step, list[Any]]:
-        """Fetch and train one plan; returns the new weights, the report and the references to release."""
+    async def _train(self, learner: Learner, plan: batch_pb2.Plan, wait_s: float) -> tuple[_Snapshot, _Step]:
+        """Fetch and train one plan; returns the new weights and the report."""
         version = PolicyVersion.from_proto(plan.version)
-        refs = references(plan)
         started_s = time.time()
         self._status.enter("fetching")
         fetch_started_s = time.monotonic()
-        micro_batches, lost = await self._sequences(learner, plan, refs)
+        micro_batches, lost = await self._sequences(learner, plan)
         fetch_s = time.monotonic() - fetch_started_s
         self._status.enter("training")
         train_started_s = time.monotonic()
@@ -178,13 +177,11 @@ class TrainingLoop:
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
         self._status.metrics = metrics
-        return await self._snapshot(learner), _Step(version, metrics, started_s, finished_s), refs
+        return await self._snapshot(learner), _Step(version, metrics, started_s, finished_s)
 
-    async def _sequences(
-        self, learner: Learner, plan: batch_pb2.Plan, refs: list[Any]
-    ) -> tuple[list[list[TrainSequence]], int]:
+    async def _sequences(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[list[list[TrainSequence]], int]:
         """The plan's sequences with their rows, and how many had lost them."""
-        parts = await self._rows.fetch(refs)
+        parts = await self._rows.fetch(references(plan))
         routes = learner.model.routes
         shape = (routes.moe_layers, routes.top_k)
         stitched = [[stitch(planned, parts, shape) for planned in batch.sequences] for batch in plan.micro_batches]
@@ -201,10 +198,6 @@ class TrainingLoop:
         tensors = await self._torch.run(learner.export)
         prompt, logps = await self._torch.run(choose_probe, prompts, learner.probe)
         return _Snapshot(tensors, Probe(prompt, tuple(logps), config.probe_tolerance))
-
-    async def _finish(self, snapshot: _Snapshot, step: _Step, refs: list[Any]) -> None:
-        await self._publish(snapshot, step)
-        await self._rows.release(refs)
 
     async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
         """Seal the version at the broadcaster, then report its step."""

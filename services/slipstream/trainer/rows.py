@@ -18,14 +18,13 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
+from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, Unreachable, from_rpc_error
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.common.version import PolicyVersion
 from slipstream.trainer.sequence import UNKNOWN_ROUTE, TrainSequence, version_number
-from slipstream.trainer.status import request_id
 
 log = structlog.get_logger()
 
@@ -33,8 +32,6 @@ _FETCH_ROWS = "/slipstream.api.rollout.v1.RowsService/FetchRows"
 _RETRIED = (Unreachable, Draining, FrameInvalid)
 MAX_ATTEMPTS = 5
 RETRY_PAUSE_S = 0.2
-RELEASE_TIMEOUT_S = 10.0
-MAX_RELEASED_KEYS = 65536
 
 RefId = tuple[str, str]
 """Holder and key."""
@@ -70,7 +67,7 @@ class _Download:
 
 
 class RowsClient:
-    """Fetches from and releases at all holders. Channels are opened once."""
+    """Fetches from all holders. Channels are opened once. The orchestrator tells holders what to release."""
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float) -> None:
         self._open_channel = open_channel
@@ -88,23 +85,6 @@ class RowsClient:
                 for holder, held in by_holder.items()
             }
         return {(holder, key): part for holder, task in tasks.items() for key, part in task.result().items()}
-
-    async def release(self, refs: Iterable[types_pb2.RowsRef]) -> None:
-        """Tell the holders that the rows are no longer needed. A holder that is away frees them by its own bound."""
-        by_holder: dict[str, dict[str, None]] = defaultdict(dict)  # prompts' routes are shared by a group
-        for ref in refs:
-            by_holder[ref.holder][ref.key] = None
-        for holder, held in by_holder.items():
-            keys = list(held)
-            stub = rows_pb2_grpc.RowsServiceStub(self._channel(holder))
-            for start in range(0, len(keys), MAX_RELEASED_KEYS):
-                request = rows_pb2.ReleaseRowsRequest(
-                    request_id=request_id("release"), keys=keys[start : start + MAX_RELEASED_KEYS]
-                )
-                try:
-                    await stub.ReleaseRows(request, timeout=RELEASE_TIMEOUT_S)
-                except grpc.aio.AioRpcError as error:
-                    log.info("rows_not_released", holder=holder, code=error.code().name)
 
     async def close(self) -> None:
         for channel in self._channels.values():
