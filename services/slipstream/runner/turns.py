@@ -64,11 +64,20 @@ class Sample:
     def extend(self, chunk: decode_pb2.SampleChunk) -> None:
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
-        self.spans.extend(chunk.spans)
+        for span in chunk.spans:
+            self._extend_spans(span)
         if chunk.finish_reason:
             self.finish_reason = chunk.finish_reason
             if chunk.HasField("routes"):
                 self.routes = chunk.routes
+
+    def _extend_spans(self, span: types_pb2.VersionSpan) -> None:
+        """Chunks are cut by time; a span that only goes on is the same span."""
+        last = self.spans[-1] if self.spans else None
+        if last is None or (last.version, last.kv_oldest_version) != (span.version, span.kv_oldest_version):
+            self.spans.append(span)
+        else:
+            last.token_count += span.token_count
 
 
 @dataclass
