@@ -79,7 +79,9 @@ class RedisMirror:
             self._written[DISPATCH_VERSIONS] = dispatch
         now = asyncio.get_running_loop().time()
         if now - self._leases_at >= _LEASE_INTERVAL_S:
-            await self._redis.ping()
+            # Reads instead of a ping: a client that was idle connects to a new, empty server without a word.
+            if await self._redis.get(DISPATCH_VERSIONS) != dispatch:
+                raise StateUnavailable("the server has lost what was written")
             for runner in self._leases.runners:
                 fields = {"groups": str(len(runner.attempts))}
                 await self._redis.acquire(f"runner/{runner.runner_id}", runner.epoch, self._leases.ttl_s, fields)
