@@ -17,8 +17,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import ipaddress
+import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -34,7 +36,7 @@ from slipstream.common.channel import SERVER_OPTIONS
 from slipstream.common.config import ConfigError, ServiceConfig
 from slipstream.common.handlers import Drain, HandlerRegistrar, ends_on_drain
 
-__all__ = ["Service", "ServiceFailed", "build_server", "die_with_parent", "ends_on_drain", "serve"]
+__all__ = ["Service", "ServiceFailed", "build_server", "die_with_parent", "ends_on_drain", "leave", "serve"]
 
 log = structlog.get_logger()
 
@@ -170,6 +172,17 @@ async def _watch_loop_lag() -> NoReturn:
         telemetry.loop_lag_s.set(lag_s)
         if lag_s > LAG_WARNING_S:
             log.warning("event_loop_lagged", lag_s=round(lag_s, 3))
+
+
+def leave() -> NoReturn:
+    """End this process, which has closed all it had, with exit code 0 and without taking the interpreter apart.
+
+    With torch loaded that takes a second of processor time, on a busy machine longer than a stop may last.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def die_with_parent() -> None:

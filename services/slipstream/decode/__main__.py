@@ -6,6 +6,7 @@ import asyncio
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.config import cli
+from slipstream.common.runtime import leave
 from slipstream.common.telemetry import setup_logging
 from slipstream.decode.config import DecodeConfig
 from slipstream.decode.kv_client import KvClient
@@ -24,6 +25,7 @@ def main() -> None:
         return Pool(decode_servicers(worker, kv), loops, kv.close)
 
     asyncio.run(run_worker(config, worker_pb2.WORKER_ROLE_DECODE, build_pool))
+    leave()
 
 
 if __name__ == "__main__":

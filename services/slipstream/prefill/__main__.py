@@ -6,6 +6,7 @@ import asyncio
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.config import cli
+from slipstream.common.runtime import leave
 from slipstream.common.telemetry import setup_logging
 from slipstream.engine.worker.worker import Worker
 from slipstream.prefill.config import PrefillConfig
@@ -21,6 +22,7 @@ def main() -> None:
         return Pool(prefill_servicers(worker, config.engine.transfer_ttl_s))
 
     asyncio.run(run_worker(config, worker_pb2.WORKER_ROLE_PREFILL, build_pool))
+    leave()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from slipstream.api.training.v1 import batch_pb2_grpc, trainer_pb2_grpc
 from slipstream.common.channel import open_channel
 from slipstream.common.config import cli
-from slipstream.common.runtime import ServiceFailed, read_token, serve
+from slipstream.common.runtime import ServiceFailed, leave, read_token, serve
 from slipstream.common.telemetry import setup_logging
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.loop import TrainingLoop
@@ -61,6 +61,7 @@ def main() -> None:
         asyncio.run(run(config))
     except ServiceFailed as error:
         sys.exit(f"trainer: {error}")
+    leave()
 
 
 if __name__ == "__main__":
