@@ -1,0 +1,35 @@
+"""Runs of all services, and two that have finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from run_process import RunProcess, launch, launching
+
+__all__ = ["launch"]
+
+FINISH_TIMEOUT_S = 150.0
+EVALUATED = ("--evaluation.before", "true", "--evaluation.after", "true")
+
+
+@dataclass(frozen=True)
+class FinishedRuns:
+    """Two runs that went on side by side in one directory."""
+
+    bounded: RunProcess
+    """Asynchronous: a lag of two steps at most."""
+    synchronous: RunProcess
+    """A bound of 0."""
+    exit_codes: list[int]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRuns]:
+    with launching(tmp_path_factory.mktemp("pair")) as start:
+        bounded = start("bounded", "--decode.replicas", "2", "--orchestrator.total-steps", "8", *EVALUATED)
+        synchronous = start("synchronous", "--orchestrator.max-off-policy-steps", "0")
+        for run in (bounded, synchronous):
+            run.wait_up()
+        yield FinishedRuns(bounded, synchronous, [run.end(FINISH_TIMEOUT_S) for run in (bounded, synchronous)])

@@ -1,0 +1,43 @@
+"""A third party's environment that a random model can be trained on: every group's rewards differ.
+
+The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
+group; `options.marker` is then to be found in its command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.common.sandbox_client import SandboxLimits
+from slipstream.environments.base import Completion, Score, Split, Task
+from slipstream.environments.config import ImportedConfig
+from slipstream.environments.tools import Tools
+
+
+class Letters:
+    """Rewards late letters of the alphabet."""
+
+    def __init__(self, config: ImportedConfig, seed: int) -> None:
+        self.name = config.name
+        self._sandbox_s = float(config.options.get("sandbox_s", 0.0))
+        self._marker = config.options.get("marker", "")
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(split, index)
+
+    def prompt(self, task: Task) -> str:
+        return f"{task.split} {task.index}\n"
+
+    async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
+        if self._sandbox_s:
+            program = f"import time; time.sleep({self._sandbox_s}) # {self._marker}"
+            await tools.run_python(program, b"", SandboxLimits(wall_s=self._sandbox_s))
+        return [self._score(completion.text) for completion in completions]
+
+    def demonstration(self, index: int, *, validation: bool = False) -> tuple[str, str] | None:
+        return None
+
+    @staticmethod
+    def _score(text: str) -> Score:
+        reward = ord(text[0]) / 128 if text else 0.0
+        return Score(reward, reward > 0.75)

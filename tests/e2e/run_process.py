@@ -1,0 +1,232 @@
+"""A run of all services, started as a person would start it, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.launcher.child import guarded
+
+HERE = Path(__file__).parent
+SERVICES = HERE.parents[1] / "services"
+
+SMALL = """
+[run]
+name = "small"
+
+[sft]
+enabled = false
+
+[orchestrator]
+total_steps = 4
+groups_per_step = 4
+samples_per_group = 4
+micro_batch_tokens = 1024
+
+[decode]
+replicas = 1
+
+[evaluation]
+before = false
+after = false
+
+[[environments]]
+type = "import"
+name = "letters"
+path = "letters:Letters"
+max_new_tokens = 40
+evaluation_task_count = 4
+"""
+
+
+class RunProcess:
+    """`slipstream rl` or `up` in a directory of its own, on a configuration that ends in seconds."""
+
+    def __init__(self, directory: Path, name: str, *arguments: str, command: str = "rl", options: str = "") -> None:
+        self.directory = directory
+        self.path = directory / "runs" / name
+        config_file = directory / f"{name}.toml"
+        config_file.write_text(SMALL + (f"[environments.options]\n{options}\n" if options else ""))
+        self.output_file = directory / f"{name}.out"
+        with self.output_file.open("wb") as output:
+            self.process = subprocess.Popen(
+                # Guarded: it dies with the tests, whatever ends those.
+                guarded(tuple(command_line(command, "@", str(config_file), "--run.name", name, *arguments))),
+                cwd=directory,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # as a terminal would
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def slipstream(self, *arguments: str, timeout_s: float = 40.0) -> subprocess.CompletedProcess[str]:
+        """Another `slipstream` command, typed in the same directory."""
+        return subprocess.run(
+            command_line(*arguments),
+            cwd=self.directory,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    # ---- what the run says of itself
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return of_kind(read_lines(self.path / "launcher.jsonl"), kind)
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        return of_kind(read_lines(self.path / "metrics.jsonl"), kind)
+
+    def journal(self) -> list[dict[str, Any]]:
+        lines = (self.path / "journal" / "journal.jsonl").read_text().splitlines()
+        return [json.loads(line.partition(" ")[2]) for line in lines]
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        return [line for path in sorted((self.path / "rollouts").glob("*.jsonl")) for line in read_lines(path)]
+
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.path / "report.json").read_text())
+
+    def setting(self, replica: str, section: str, key: str) -> Any:
+        return tomllib.loads((self.path / "configs" / f"{replica}.toml").read_text())[section][key]
+
+    def pid(self, replica: str) -> int:
+        return [event["pid"] for event in self.events("service_started") if event["replica"] == replica][-1]
+
+    # ---- waiting
+
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
+        """Wait while the run goes on; fail with its output when it ends before."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline_s, f"not within {timeout_s} s\n{self.output}"
+            time.sleep(0.05)
+
+    def wait_up(self) -> None:
+        self.wait_until(lambda: "all services are up" in self.output)
+        self.processes()
+
+    def wait_step(self, step: int) -> None:
+        self.wait_until(lambda: any(record["step"] >= step for record in self.metrics("step")))
+
+    def end(self, timeout_s: float) -> int:
+        """Wait for the launcher's end; its exit code."""
+        return self.process.wait(timeout=timeout_s)
+
+    # ---- processes
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the run: what descends from the launcher, and whoever has its directory on the command line.
+
+        What was seen once is looked for again by itself, since it may have lost its parent since.
+        """
+        if self.process.poll() is None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen[process.pid] = process
+        found = {pid: process for pid, process in self._seen.items() if lives(process)}
+        for process in psutil.process_iter(["cmdline"]):
+            named = any(str(self.path) in part for part in process.info["cmdline"] or ())
+            if named and process.pid != self.process.pid and lives(process):
+                found[process.pid] = process
+        return list(found.values())
+
+    def left_after(self, grace_s: float) -> list[str]:
+        """Command lines of what is still there after `grace_s`; ends early when nothing is."""
+        deadline_s = time.monotonic() + grace_s
+        while (left := self.processes()) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        return [described(process) for process in left]
+
+    def destroy(self) -> None:
+        """Leave nothing to other tests, however this one ended."""
+        left = self.processes()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for process in left:
+            if lives(process):
+                process.kill()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., RunProcess]]:
+    """Starts runs in one directory: `launch("small", "--orchestrator.total-steps", "9")`."""
+    with launching(tmp_path) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def launching(directory: Path) -> Iterator[Callable[..., RunProcess]]:
+    """What `launch` is, for fixtures of a wider scope."""
+    launched: list[RunProcess] = []
+
+    def start(name: str, *arguments: str, **options: str) -> RunProcess:
+        launched.append(RunProcess(directory, name, *arguments, **options))
+        return launched[-1]
+
+    try:
+        yield start
+    finally:
+        for run in launched:
+            run.destroy()
+
+
+def command_line(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "slipstream.launcher", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{SERVICES}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+
+
+def marked(marker: str) -> list[str]:
+    """Command lines of all processes that have `marker` on theirs."""
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [" ".join(parts) for parts in found if any(marker in part for part in parts)]
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def described(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines; the last one may still be on its way."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record.get("kind") == kind]

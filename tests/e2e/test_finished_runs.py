@@ -1,0 +1,99 @@
+"""Runs from start to end, through all services: what they leave to look at is true."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+# The first test waits for both runs.
+pytestmark = pytest.mark.timeout(240, func_only=False)
+
+REPORTED = {
+    *("seed", "accuracy_before", "accuracy_after", "accuracy_by_environment", "wall_s", "steps", "lag_max"),
+    *("lag_bound", "overlap_fraction", "mismatch_kl", "cached_token_fraction", "versions_applied"),
+    *("rollouts_cancelled", "sandbox_executions"),
+}
+
+
+def steps_of(rollout: dict[str, Any]) -> list[int]:
+    """Step of the weights that sampled each span."""
+    return [int(version.partition(".")[2]) for _, version in rollout["versions"]]
+
+
+def trained(run) -> dict[str, int]:
+    """Step that each trained attempt of a group went into."""
+    return {
+        f"train-{position}.{attempt}": record["step"]
+        for record in run.journal()
+        if record["kind"] == "sealed"
+        for position, attempt in zip(record["positions"], record["attempts"], strict=True)
+    }
+
+
+def test_two_runs_side_by_side_finish_with_a_line_that_tells_the_outcome(finished):
+    assert finished.exit_codes == [0, 0], finished.bounded.output + finished.synchronous.output
+    for run, steps in ((finished.bounded, 8), (finished.synchronous, 4)):
+        last = run.output.strip().splitlines()[-1]
+        assert last.startswith(f"{run.path.name} finished: ")
+        assert f"{steps} steps in " in last
+
+
+def test_nothing_of_a_finished_run_is_left_running(finished):
+    assert finished.bounded.left_after(2.0) == []
+    assert finished.synchronous.left_after(2.0) == []
+
+
+def test_the_report_has_every_figure(finished):
+    report = finished.bounded.report()
+    assert report.keys() >= REPORTED
+    assert [name for name in REPORTED if report[name] is None] == []
+    assert report["state"] == "finished"
+    assert report["steps"] == 8
+    assert 8 <= report["versions_applied"] == len(finished.bounded.metrics("update"))
+    assert report["accuracy_by_environment"]["letters"].keys() == {"before", "after", "count"}
+    assert "<svg" in (finished.bounded.path / "report.html").read_text()
+
+
+def test_no_step_trains_a_group_beyond_the_bound(finished):
+    for run, bound in ((finished.bounded, 2), (finished.synchronous, 0)):
+        sealed = [record for record in run.journal() if record["kind"] == "sealed"]
+        lags = [record["step"] - 1 - dispatched for record in sealed for dispatched in record["dispatch_steps"]]
+        assert max(lags) == max(record["lag_max"] for record in run.metrics("step"))
+        assert max(lags) <= bound
+
+
+def test_a_rollout_never_goes_back_to_older_weights(finished):
+    rollouts = finished.bounded.rollouts()
+    assert rollouts
+    for rollout in rollouts:
+        steps = steps_of(rollout)
+        assert all(earlier <= later for earlier, later in itertools.pairwise(steps)), rollout
+        assert steps[0] >= int(rollout["dispatch_version"].partition(".")[2]), rollout
+
+
+def test_updates_meet_samples_in_flight_which_go_on(finished):
+    assert sum(record["in_flight_samples"] for record in finished.bounded.metrics("update")) > 0
+    assert any(len(set(steps_of(rollout))) > 1 for rollout in finished.bounded.rollouts())
+
+
+def test_with_a_bound_of_zero_nothing_crosses_an_update(finished):
+    run = finished.synchronous
+    steps = trained(run)
+    seen = 0
+    for rollout in run.rollouts():
+        step = steps[f"{rollout['group_id']}.{rollout['attempt']}"]
+        assert rollout["dispatch_version"] == f"1.{step - 1}"
+        assert steps_of(rollout) == [step - 1]
+        seen += 1
+    assert seen == 4 * 4 * 4
+    assert all(record["in_flight_samples"] == 0 for record in run.metrics("update"))
+
+
+def test_runs_side_by_side_share_nothing(finished):
+    ports = [set((run.path / "endpoints.toml").read_text().split()) for run in (finished.bounded, finished.synchronous)]
+    assert not {word for word in ports[0] & ports[1] if ":" in word}
+    for run in (finished.bounded, finished.synchronous):
+        assert run.metrics("cancelled") == [] or run is finished.bounded
+        assert run.events("service_died") == []

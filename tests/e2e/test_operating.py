@@ -1,0 +1,110 @@
+"""What a person does with a run: look at it, stop it, start one service of it by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from run_process import environment
+
+from slipstream.common.channel import open_channel, read_token
+
+pytestmark = pytest.mark.timeout(240, func_only=False)
+
+REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
+MANY_STEPS = ("--orchestrator.total-steps", "100000")
+
+
+def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
+    asked = launch("asked", *MANY_STEPS, command="up")
+    interrupted = launch("interrupted", *MANY_STEPS)
+    asked.wait_up()
+    interrupted.wait_up()
+    asked.wait_step(2)
+
+    shown = asked.slipstream("status", "asked")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line.split()[:1]}
+    assert rows.keys() >= set(REPLICAS)
+    for replica in ("orchestrator", "trainer", "prefill-1", "decode-1"):
+        assert " 1." in rows[replica]  # the version
+    for replica in ("prefill-1", "decode-1"):
+        assert "blocks" in rows[replica]
+        assert " serving " in rows[replica]
+    assert "training, step" in rows["orchestrator"]
+    assert f"{asked.process.pid}" == (asked.path / "launcher.lock").read_text()
+
+    interrupted.processes()
+    begun_s = time.monotonic()
+    interrupted.process.send_signal(signal.SIGINT)
+    assert interrupted.end(30.0) == 130, interrupted.output
+    assert time.monotonic() - begun_s < 20
+    assert interrupted.left_after(0.5) == []
+    assert "ended: stopped by SIGINT" in interrupted.output
+
+    assert asked.process.poll() is None, "it goes on when a run beside it stops"
+    asked.processes()
+    begun_s = time.monotonic()
+    stopped = asked.slipstream("stop", "asked")
+    assert time.monotonic() - begun_s < 20
+    assert (stopped.returncode, stopped.stdout) == (0, "asked has stopped\n")
+    asked.end(5.0)
+    assert asked.left_after(0.5) == []
+    assert "service_killed" not in (asked.path / "launcher.jsonl").read_text(), "all drained by themselves"
+    assert asked.slipstream("status", "asked").returncode == 1
+
+
+async def test_each_service_starts_by_hand_answers_and_drains(finished, tmp_path):
+    configs = finished.synchronous.path / "configs"
+    services = {replica: by_hand(replica, configs, tmp_path) for replica in REPLICAS}
+    try:
+        token = read_token(finished.synchronous.path / "token")
+        await asyncio.gather(*(check(address_of(name, finished), token, one) for name, one in services.items()))
+        for service in services.values():
+            service.send_signal(signal.SIGTERM)
+        codes = {replica: await asyncio.to_thread(service.wait, 15) for replica, service in services.items()}
+        assert codes == dict.fromkeys(REPLICAS, 0)
+    finally:
+        for service in services.values():
+            service.kill()
+            service.wait()
+
+
+def by_hand(replica: str, configs: Path, directory: Path) -> subprocess.Popen[bytes]:
+    """`slipstream-router @ router.toml --run-dir ...`, alone: nothing else of a run is there."""
+    module = f"slipstream.{replica.partition('-')[0]}"
+    for name in ("journal", "logs", "rollouts", "timeline", "versions", "model", "checkpoints"):
+        (directory / name).mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, "@", str(configs / f"{replica}.toml"), "--run-dir", str(directory)],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def address_of(replica: str, finished) -> str:
+    return f"127.0.0.1:{finished.synchronous.setting(replica, 'listen', 'port')}"
+
+
+async def check(address: str, token: str | None, service: subprocess.Popen[bytes]) -> None:
+    async with open_channel(address, token) as opened:
+        channel: Any = opened
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=90, wait_for_ready=True)
+        assert answer.status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        async for response in reflection.ServerReflectionInfo(iter([asked])):
+            names = [service.name for service in response.list_services_response.service]
+            assert any(name.startswith("slipstream.api.") for name in names), names
+            break
+    assert service.poll() is None

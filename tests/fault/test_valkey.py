@@ -1,0 +1,92 @@
+"""Valkey dies while a run trains: admission pauses, an empty server is filled again, and no group is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+
+from slipstream.common.state import PUBLISHED, SERVING, State
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.orchestrator.leases import RunnerLeases
+from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.redis_mirror import RedisMirror
+from slipstream.orchestrator.run_state import RunState
+
+pytestmark = pytest.mark.timeout(180, func_only=False)
+
+TERMINAL = {"trained", "filtered", "failed", "dropped", "aged_out", "cancelled"}
+
+
+def run_states(run) -> list[str]:
+    return [record["state"] for record in run.metrics("run")]
+
+
+async def test_a_run_goes_on_over_the_death_of_valkey_and_loses_no_group(launch):
+    run = launch("run", "--orchestrator.total-steps", "25")
+    run.wait_step(3)
+    killed = run.pid("valkey")
+    os.kill(killed, signal.SIGKILL)
+    run.wait_until(lambda: run_states(run) == ["paused", "running"], 20)
+    assert run.pid("valkey") != killed
+    assert [event["reason"] for event in run.events("service_died")] == ["killed by SIGKILL"]
+
+    state = State(run.setting("orchestrator", "redis", "url"), "run")
+    try:
+        published, serving = await state.version(PUBLISHED), await state.version(SERVING)
+        assert UNSET < serving <= published
+        assert serving.step >= 1
+        assert any(key.startswith("runner/") for key in await state.leases())
+    finally:
+        await state.close()
+
+    assert run.end(120) == 0, run.output
+    assert run_states(run) == ["paused", "running", "finished"]
+    assert terminal_outcomes(run.journal()) == {1}
+    assert run.left_after(1.0) == []
+
+
+def terminal_outcomes(journal) -> set[int]:
+    """How often the positions that were handed out ended."""
+    ends: Counter[int] = Counter()
+    for record in journal:
+        if record["kind"] == "ended":
+            assert record["outcome"] in TERMINAL
+            ends[record["position"]] += 1
+        if record["kind"] == "sealed":
+            ends.update(record["positions"])
+    return {ends[record["position"]] for record in journal if record["kind"] == "acquired"}
+
+
+async def test_a_server_that_came_back_empty_between_two_writes_is_filled_again(own_valkey, tmp_path):
+    version = PolicyVersion(1, 7)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", time.time)
+    run_state = RunState("run", 10, metrics)
+    run_state.published = run_state.serving = version
+    state = State(own_valkey.url, "run")
+    leases = RunnerLeases(10.0, time.monotonic)
+    mirror = RedisMirror(state, run_state, leases, asyncio.Event(), lambda: {"train-1": "1.7"}, lambda: None)
+    loop = asyncio.create_task(mirror.run())
+    try:
+        await written(own_valkey.url, version)
+        own_valkey.kill()  # and back before anything is written: no call fails
+        own_valkey.start()
+        await written(own_valkey.url, version)
+    finally:
+        loop.cancel()
+        await state.close()
+        metrics.close()
+
+
+async def written(url: str, version: PolicyVersion) -> None:
+    reader = State(url, "run")
+    try:
+        async with asyncio.timeout(8.0):
+            while await reader.version(SERVING) != version or await reader.get("dispatch_versions") is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    finally:
+        await reader.close()
