@@ -1,0 +1,53 @@
+"""Kill -9 of anything ends the run soon, says what died, and leaves nothing behind: no process, no sandbox."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from run_process import marked
+
+pytestmark = pytest.mark.timeout(180, func_only=False)
+
+REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
+END_S = 30.0
+
+
+@pytest.fixture
+def training(launch, tmp_path):
+    """A run in training whose groups are being judged in sandboxes, and what marks those."""
+    marker = f"marker {tmp_path}"
+    run = launch("run", options=f'sandbox_s = 100.0\nmarker = "{marker}"')
+    run.wait_until(lambda: marked(marker))
+    run.processes()
+    return run, marker
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+def test_the_death_of_a_service_ends_the_run_with_one_sentence(replica, training):
+    run, marker = training
+    begun_s = time.monotonic()
+    os.kill(run.pid(replica), signal.SIGKILL)
+    code = run.end(END_S)
+    assert time.monotonic() - begun_s < END_S
+    assert code == 1
+    sentences = [line for line in run.output.splitlines() if line.startswith("run ended: ")]
+    assert len(sentences) == 1, run.output
+    assert sentences[0].startswith(
+        f"run ended: {replica} died (killed by SIGKILL); its log is {run.path}/logs/{replica}."
+    )
+    assert run.output.count("died") == 1
+    assert "Traceback" not in run.output
+    assert run.report()["state"] == "failed"
+    assert run.left_after(1.0) == []
+    assert marked(marker) == []
+
+
+def test_the_death_of_the_launcher_leaves_nothing(training):
+    run, marker = training
+    run.process.kill()
+    assert run.end(5.0) == -signal.SIGKILL
+    assert run.left_after(6.0) == []
+    assert marked(marker) == []
