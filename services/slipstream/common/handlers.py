@@ -13,9 +13,10 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from slipstream.common.auth import TokenCheck
-from slipstream.common.errors import DeadlineExceeded, Draining, Unsupported, refuse
+from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest, Unsupported, refuse
 from slipstream.common.validation import validate
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -23,6 +24,9 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 # The longest a call may last that came without a deadline.
 MAX_UNARY_S = 600.0
 MAX_STREAM_S = 24 * 3600.0
+
+_UNREADABLE = object()
+"""Stands for a request that could not be parsed."""
 
 
 def ends_on_drain(handler: Any) -> Any:
@@ -87,7 +91,7 @@ class HandlerRegistrar:
         method = f"/{service}/{name}"
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         raw = getattr(behaviour, "raw_requests", False)
-        deserializer = None if raw else handler.request_deserializer
+        deserializer = None if raw else _deserializer(handler.request_deserializer)
         waiting = getattr(behaviour, "ends_on_drain", False) or name.startswith("Watch")
         behaviour = _asynchronous(behaviour, method)
         if handler.request_streaming:
@@ -143,7 +147,7 @@ def _checked(behaviour: Handler) -> Handler:
     """`behaviour`, given only requests that keep the rules of their proto."""
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        validate(request)
+        _check(request)
         return await behaviour(request, context)
 
     return call
@@ -152,13 +156,31 @@ def _checked(behaviour: Handler) -> Handler:
 def _checked_stream(behaviour: Handler) -> Handler:
     async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for request in requests:
-            validate(request)
+            _check(request)
             yield request
 
     async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
         return await behaviour(checked(requests), context)
 
     return call
+
+
+def _deserializer(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """`parse`, or `_UNREADABLE` where that fails: grpc parses before it calls, so before the token is checked."""
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _UNREADABLE
+
+    return deserialize
+
+
+def _check(request: Any) -> None:
+    if request is _UNREADABLE:
+        raise InvalidRequest("the bytes are no message of this method", field="message")
+    validate(request)
 
 
 def _asynchronous(behaviour: Any, method: str) -> Handler:

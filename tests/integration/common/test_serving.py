@@ -303,3 +303,15 @@ def test_off_loopback_a_token_is_required(make_config):
 
 def _list_services():
     return reflection_pb2.ServerReflectionRequest(list_services="")
+
+
+@pytest.mark.parametrize("method", ["Place", "WatchWorkers", "ListWorkers"])
+@pytest.mark.parametrize(("token", "code"), [("right", "INVALID_ARGUMENT"), ("wrong", "UNAUTHENTICATED")])
+async def test_bytes_that_are_no_message_are_refused_after_the_token(make_config, method, token, code):
+    config = make_config(token="right")
+    async with running(config, router(Router())) as (_, address), open_channel(address, token) as channel:
+        call = channel.unary_stream if method == "WatchWorkers" else channel.unary_unary
+        done = call(f"/{ROUTER}/{method}")(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await (done.read() if method == "WatchWorkers" else done)
+        assert error.value.code().name == code
