@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import NoReturn
 from uuid import uuid4
 
 import structlog
 from prometheus_client import Gauge
 
-from slipstream.common.errors import SandboxesFull, SandboxFilesFull, SandboxFileUnknown, SandboxUnknown
+from slipstream.common.errors import InvalidRequest, SandboxesFull, SandboxFilesFull, SandboxFileUnknown, SandboxUnknown
 from slipstream.sandbox.execution import Execution
 from slipstream.sandbox.program import Limits, Outcome
 
@@ -54,6 +55,10 @@ class Sandbox:
             raise SandboxFilesFull(f"more than {MAX_FILES} files", limit=MAX_FILES, unit="files")
         if sum(len(data) for data in merged.values()) > max_bytes:
             raise SandboxFilesFull(f"more than {max_bytes} bytes of files", limit=max_bytes, unit="bytes")
+        for path in merged:
+            for parent in PurePosixPath(path).parents:
+                if str(parent) in merged:
+                    raise InvalidRequest(f"{parent} is a file and cannot hold {path}", field="files", path=path)
         self.files = merged
 
     def read_file(self, path: str) -> bytes:

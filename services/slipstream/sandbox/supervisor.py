@@ -90,12 +90,15 @@ class Supervision:
     # --- start
 
     def _run(self, stack: ExitStack) -> Ended:
-        if self._group is not None:
-            self._group.limit(self._limits.memory_bytes, self._limits.process_count)
-            self._before = self._group.usage()
-        self._started_s = time.monotonic()
-        with ExitStack() as theirs:
-            self._gate = self._spawn(stack, theirs)
+        try:
+            if self._group is not None:
+                self._group.limit(self._limits.memory_bytes, self._limits.process_count)
+                self._before = self._group.usage()
+            self._started_s = time.monotonic()
+            with ExitStack() as theirs:
+                self._gate = self._spawn(stack, theirs)
+        except OSError as error:  # less memory than a start takes, or more arguments than the kernel passes on
+            return Ended(Outcome.NOT_STARTED, message=f"the jail did not start: {error.strerror}")
         self._ended = _keep(stack, os.pidfd_open(self._monitor))
         self._readers = {self._stdout: "stdout", self._stderr: "stderr"}
         poll = select.poll()

@@ -56,6 +56,19 @@ async def test_a_missing_program_ends_as_in_a_shell(running):
     assert (result.outcome, result.exit_code) == ("exited", 127)
 
 
+async def test_more_arguments_than_the_kernel_passes_on_do_not_start(running):
+    result = await running.client.run(["echo", *["x" * 130_000] * 30])
+    assert result.outcome == "not_started"
+    assert "too long" in result.message
+    assert (await running.client.run(["/bin/sh", "-c", "exit 7"])).exit_code == 7
+
+
+async def test_too_little_memory_to_start_in_ends_as_an_outcome(running):
+    result = await running.client.run(["true"], limits=SandboxLimits(memory_bytes=1))
+    assert not result.ok
+    assert (await running.client.run(["/bin/sh", "-c", "exit 7"])).exit_code == 7
+
+
 async def test_a_crash_is_told_from_an_exit(running):
     result = await running.client.run_python("import os; os.abort()")
     assert result.outcome == "signaled"

@@ -152,6 +152,23 @@ async def test_files_written_are_seen_by_programs_read_only(start_executor):
         assert isinstance(from_rpc_error(error.value), errors.SandboxFilesFull)
 
 
+@pytest.mark.parametrize("paths", [["a", "a/b"], ["a/b/c", "a"], ["a/b/c", "a/b"]])
+async def test_a_file_cannot_hold_another(start_executor, paths):
+    async with start_executor() as running:
+        sandbox_id = await create(running)
+        *first, last = (
+            sandbox_pb2.WriteFilesRequest(sandbox_id=sandbox_id, files=[sandbox_pb2.File(path=path)]) for path in paths
+        )
+        for request in first:
+            await running.stub.WriteFiles(request)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.WriteFiles(last)
+        assert isinstance(from_rpc_error(error.value), errors.InvalidRequest)
+        argv = ["/bin/sh", "-c", "exit 7"]
+        call = running.stub.Exec(sandbox_pb2.ExecRequest(sandbox_id=sandbox_id, argv=argv))
+        assert [message async for message in call][-1].result.exit_code == 7
+
+
 async def test_sandboxes_are_listed_in_pages_and_bounded(start_executor):
     async with start_executor(max_sandboxes=3) as running:
         ids = sorted([await create(running) for _ in range(3)])
