@@ -71,7 +71,7 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
             await asyncio.to_thread(writer.finish)
             self._store.commit_shard(version, header.rank, writer)
         except BaseException:
-            writer.discard()
+            self._store.drop_shard(writer)
             raise
         return writer.size_bytes
 

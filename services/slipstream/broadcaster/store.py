@@ -40,6 +40,10 @@ log = structlog.get_logger()
 _OPEN_PREFIX = ".open-"
 _MANIFEST = "manifest.json"
 
+MAX_RANKS = 65_536
+NAMED_RANKS = 16
+"""Most ranks an error names: what goes with a status must stay small."""
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -78,6 +82,7 @@ class VersionStore:
         self._open: dict[PolicyVersion, OpenVersion] = {}
         self._readers: Counter[PolicyVersion] = Counter()
         self._uploads = count()
+        self._writing: set[ShardWriter] = set()
         root.mkdir(parents=True, exist_ok=True)
         self._load()
 
@@ -92,13 +97,17 @@ class VersionStore:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all versions; of a shard that is being written, those it will have."""
         shards = (shard for version in self._open.values() for shard in version.shards.values())
-        return sum(stored.manifest.size_bytes for stored in self._sealed.values()) + sum(s.size_bytes for s in shards)
+        sealed = sum(stored.manifest.size_bytes for stored in self._sealed.values())
+        return sealed + sum(shard.size_bytes for shard in (*shards, *self._writing))
 
     def open(self, version: PolicyVersion, rank_count: int) -> None:
         """Begin a version, or begin it again if it is not sealed."""
         if not version:
             raise InvalidRequest("a version has an incarnation of at least 1", field="version")
+        if rank_count > MAX_RANKS:
+            raise InvalidRequest(f"{MAX_RANKS} ranks at most", field="rank_count", limit=MAX_RANKS)
         if version in self._sealed:
             raise VersionSealed(f"{version} is sealed", version=version)
         if self.newest is not None and version < self.newest:
@@ -110,12 +119,14 @@ class VersionStore:
         self._open[version] = OpenVersion(version, rank_count, directory)
 
     def begin_shard(self, version: PolicyVersion, rank: int, slices: Sequence[WeightSlice]) -> ShardWriter:
-        """A writer for one rank's slices; `commit_shard` makes it part of the version."""
+        """A writer for one rank's slices; `commit_shard` makes it part of the version, `drop_shard` gives it up."""
         opened = self._opened(version)
         if rank >= opened.rank_count:
             raise InvalidRequest(f"rank {rank} of {opened.rank_count}", field="rank", limit=opened.rank_count)
         self._check_room(sum(part.size_bytes for part in slices))
-        return ShardWriter(opened.directory / f"upload-{next(self._uploads)}", slices)
+        writer = ShardWriter(opened.directory / f"upload-{next(self._uploads)}", slices)
+        self._writing.add(writer)
+        return writer
 
     def commit_shard(self, version: PolicyVersion, rank: int, writer: ShardWriter) -> None:
         """Take a finished shard, in place of an earlier one of the same rank."""
@@ -124,6 +135,12 @@ class VersionStore:
             raise VersionNotOpen(f"{version} was opened again meanwhile", version=version)
         writer.path = writer.path.replace(opened.directory / _shard_name(rank))
         opened.shards[rank] = writer
+        self._writing.discard(writer)
+
+    def drop_shard(self, writer: ShardWriter) -> None:
+        """Forget a writer and what it wrote."""
+        self._writing.discard(writer)
+        writer.discard()
 
     def seal(self, version: PolicyVersion, probe: Probe | None) -> Manifest:
         """Make a version visible. A repeat answers the same."""
@@ -132,7 +149,8 @@ class VersionStore:
         opened = self._opened(version)
         missing = [rank for rank in range(opened.rank_count) if rank not in opened.shards]
         if missing:
-            ranks = ",".join(map(str, missing))
+            named = [str(rank) for rank in missing[:NAMED_RANKS]]
+            ranks = ",".join(named if len(missing) <= NAMED_RANKS else [*named, "..."])
             raise ShardsMissing(f"ranks {ranks} have not published {version}", missing_ranks=ranks)
         if self.newest is not None and version < self.newest:
             raise VersionNotNewer(f"{self.newest} was sealed meanwhile", newest=self.newest)

@@ -262,6 +262,28 @@ async def test_a_full_store_refuses_until_it_is_pruned(broadcaster):
     await broadcaster.transport.publish(V[5], weights(5, 1200), PROBE)
 
 
+async def test_shards_on_their_way_count_as_stored(broadcaster):
+    store = broadcaster.store
+    slices, _ = describe_tensors(weights(0, 2000))
+    store.open(V[1], rank_count=3)
+    first, second = (store.begin_shard(V[1], rank, slices) for rank in range(2))
+    with pytest.raises(errors.BroadcastStoreFull):
+        store.begin_shard(V[1], 2, slices)
+    store.drop_shard(second)
+    store.drop_shard(store.begin_shard(V[1], 2, slices))
+    store.drop_shard(first)
+    assert store.size_bytes == 0
+
+
+async def test_ranks_are_bounded_and_few_missing_ones_are_named(broadcaster):
+    with pytest.raises(errors.InvalidRequest):
+        await broadcaster.transport.open_version(V[1], rank_count=2**31 - 1)
+    await broadcaster.transport.open_version(V[1], rank_count=65_536)
+    with pytest.raises(errors.ShardsMissing) as missing:
+        await broadcaster.transport.seal_version(V[1], PROBE)
+    assert missing.value.metadata["missing_ranks"].endswith(",14,15,...")
+
+
 async def test_published_reaches_redis_also_when_redis_lost_it(broadcaster, valkey_url):
     state = State(valkey_url, broadcaster.config.run_id)
     publications = Publications(broadcaster.store, state, 3, 60.0)
