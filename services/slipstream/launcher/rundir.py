@@ -65,11 +65,14 @@ class RunDir:
 
 def create_run_dir(directory: Path, name: str) -> RunDir:
     """Make `directory/name`, or `name-2`, `name-3`, ... if that exists, with its token."""
-    directory.mkdir(parents=True, exist_ok=True)
-    run = RunDir(_make_unique(directory.resolve(), name))
-    for subdirectory in SUBDIRECTORIES:
-        (run.path / subdirectory).mkdir()
-    write_token(run.token_file)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        run = RunDir(_make_unique(directory.resolve(), name))
+        for subdirectory in SUBDIRECTORIES:
+            (run.path / subdirectory).mkdir()
+        write_token(run.token_file)
+    except OSError as error:
+        raise RunDirError(f"no run directory can be made in {directory}: {error.strerror}") from None
     return run
 
 

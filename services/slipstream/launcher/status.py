@@ -16,6 +16,7 @@ from slipstream.api.training.v1 import trainer_pb2, trainer_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channel import AioChannel, open_channel, read_token
 from slipstream.common.version import PolicyVersion
+from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.progress import PHASE_NAMES
 from slipstream.launcher.records import read_json_lines
@@ -39,8 +40,11 @@ class ServiceStatus:
 
 async def read_status(run: RunDir) -> list[ServiceStatus]:
     """Ask every service at once; one that does not answer is `away`."""
-    endpoints = read_endpoints(run.endpoints_file)
-    token = read_token(run.token_file)
+    try:
+        endpoints = read_endpoints(run.endpoints_file)
+        token = read_token(run.token_file)
+    except (OSError, ValueError, KeyError) as error:
+        raise RunDirError(f"{run.path} does not say where its services are: {error}") from None
     pids = {r["replica"]: r["pid"] for r in read_json_lines(run.events_file) if r.get("kind") == "service_started"}
     rows = await asyncio.gather(*(_ask(replica, address, token) for replica, address in endpoints.items()))
     if launcher_pid(run) is not None:  # else the numbers may be somebody else's by now
