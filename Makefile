@@ -20,7 +20,8 @@ SLIPSTREAM_PIP_ARGS ?=
 # An index given for torch may hold little else, so for the other packages it is one more index.
 REST_PIP_ARGS = $(patsubst -i,--extra-index-url,$(subst --index-url,--extra-index-url,$(SLIPSTREAM_PIP_ARGS)))
 PROTOS := $(shell find proto -name '*.proto')
-TESTS ?= tests/unit tests/property tests/integration
+# e2e and fault start whole runs, a dozen of them: some minutes.
+TESTS ?= tests/unit tests/property tests/integration tests/e2e tests/fault
 DEMO_ARGS ?=
 comma := ,
 
