@@ -63,7 +63,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         (figure(figures["mismatch_kl"]), "mismatch KL", "mean k3 per trained token"),
         (figure(figures["tokens_per_s"]), "tokens/s", "trained"),
         (percent(figures["cached_token_fraction"]), "prefix cache", "of prompt tokens found in it"),
-        (figure(figures["sandbox_executions"]), "sandbox runs", "programs written by the model"),
+        (figure(figures["sandbox_executions"]), "sandbox runs", "executions, one a group"),
     ]
     cells = [
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(note)}</small></div>'

@@ -65,11 +65,13 @@ async def _run_rl(
         display.show(now)
 
     async def work() -> None:
-        display.say("all services are up; `slipstream status` and `slipstream stop` work from another terminal")
+        display.say(
+            "all services are up; `slipstream status` and `slipstream stop` (in the same virtual environment) work from another terminal"
+        )
         async with open_channel(endpoints["orchestrator"], read_token(run.token_file)) as channel:
             await progress.watch_run(channel, on_run)
         if stay_up:
-            display.say(f"the run has ended; services stay up until `slipstream stop {run.name}` or Ctrl-C")
+            display.say(f"the run has ended; services stay up until `slipstream stop {shown(run.path)}` or Ctrl-C")
             await asyncio.Event().wait()
 
     def on_stopping() -> None:
