@@ -65,9 +65,7 @@ async def _run_rl(
         display.show(now)
 
     async def work() -> None:
-        display.say(
-            "all services are up; `slipstream status` and `slipstream stop` (in the same virtual environment) work from another terminal"
-        )
+        display.say("all services are up; `slipstream status` and `slipstream stop` work from another terminal")
         async with open_channel(endpoints["orchestrator"], read_token(run.token_file)) as channel:
             await progress.watch_run(channel, on_run)
         if stay_up:
