@@ -65,6 +65,7 @@ class Assigner:
             assignment.prompt = request.prompt
         if request.HasField("sampling"):
             assignment.sampling.CopyFrom(request.sampling)
+        assignment.include_tokens = request.include_tokens
         return assignment
 
     def _assignment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
@@ -11,7 +12,9 @@ from slipstream.common.errors import RolloutQueueFull, RolloutUnknown
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.signals import Signal
 
-_KEPT_ENDED = 1_000
+KEPT_ENDED = 1_000
+KEPT_BYTES = 64 << 20
+PAGE_BYTES = 4 << 20
 _MAX_ATTEMPTS = 3
 
 
@@ -23,11 +26,19 @@ class ExternalGroup:
     rollout: rollout_pb2.Rollout
     number: int
     attempts: int = 0
+    sequence: int = 0
+    kept_bytes: int = 0
+    """Size of the answers, counted once it has ended."""
 
     @property
     def ended(self) -> bool:
         """Whether it changes no more."""
         return self.rollout.state not in (rollout_pb2.ROLLOUT_STATE_QUEUED, rollout_pb2.ROLLOUT_STATE_RUNNING)
+
+    def has(self, labels: Mapping[str, str]) -> bool:
+        """Whether it has all of these labels."""
+        own = self.rollout.labels
+        return all(own.get(key) == value for key, value in labels.items())
 
 
 @dataclass(slots=True)
@@ -39,6 +50,8 @@ class ExternalGroups:
     sequence: int = 0
     _number: int = 0
     _groups: OrderedDict[str, ExternalGroup] = field(default_factory=OrderedDict)
+    _ended: deque[ExternalGroup] = field(default_factory=deque)
+    _kept_bytes: int = 0
     _waiting: deque[str] = field(default_factory=deque)
 
     @property
@@ -48,12 +61,13 @@ class ExternalGroups:
 
     def create(self, request: rollout_pb2.CreateRolloutRequest) -> ExternalGroup:
         """Queue a group."""
-        if sum(not group.ended for group in self._groups.values()) >= self.limit:
+        if len(self._groups) - len(self._ended) >= self.limit:
             raise RolloutQueueFull("too many groups of third parties are open", limit=self.limit)
         rollout = rollout_pb2.Rollout(
             group_id=f"external-{uuid.uuid4().hex}",
             state=rollout_pb2.ROLLOUT_STATE_QUEUED,
             environment=request.task.environment,
+            labels=request.labels,
         )
         self._number += 1
         group = ExternalGroup(request, rollout, self._number)
@@ -69,15 +83,29 @@ class ExternalGroups:
             raise RolloutUnknown(f"group {group_id!r} is not known", group_id=group_id)
         return group
 
-    def page(self, after_number: int, size: int) -> tuple[list[ExternalGroup], bool]:
-        """Return groups created after `after_number`, oldest first, and whether there are more."""
-        newer = [group for group in self._groups.values() if group.number > after_number]
-        return newer[:size], len(newer) > size
+    def page(self, after_number: int, size: int, labels: Mapping[str, str]) -> tuple[list[ExternalGroup], bool]:
+        """Return groups created after `after_number`, oldest first, and whether there are more.
 
-    def changed_since(self, sequence: int) -> list[ExternalGroup]:
-        """Return groups with a later change, in the order of their changes."""
-        changed = [group for group in self._groups.values() if group.rollout.sequence > sequence]
-        return sorted(changed, key=lambda group: group.rollout.sequence)
+        At most `size` of them, and no more than fit into a message, but at least one.
+        """
+        page: list[ExternalGroup] = []
+        size_bytes = 0
+        for group in self._groups.values():
+            if group.number <= after_number or not group.has(labels):
+                continue
+            size_bytes += group.kept_bytes
+            if page and (len(page) == size or size_bytes > PAGE_BYTES):
+                return page, True
+            page.append(group)
+        return page, False
+
+    def next_change(self, sequence: int, labels: Mapping[str, str]) -> ExternalGroup | None:
+        """Return the group whose last change is the first one after `sequence`, or None.
+
+        One at a time: while a watcher sends one, others change, and what changed would be sent out of order.
+        """
+        later = (group for group in self._groups.values() if group.sequence > sequence and group.has(labels))
+        return min(later, key=lambda group: group.sequence, default=None)
 
     def take(self, version: PolicyVersion) -> ExternalGroup:
         """Start the next attempt of the group that waits longest."""
@@ -88,13 +116,13 @@ class ExternalGroups:
         self._touch(group)
         return group
 
-    def again(self, group_id: str, reason: str) -> None:
+    def again(self, group_id: str, reason: str, detail: str) -> None:
         """Queue a group whose runner is gone once more, or fail it."""
         group = self._groups.get(group_id)
         if group is None or group.ended:
             return
         if group.attempts >= _MAX_ATTEMPTS:
-            self.end(group_id, rollout_pb2.ROLLOUT_STATE_FAILED, reason)
+            self.end(group_id, rollout_pb2.ROLLOUT_STATE_FAILED, reason, detail)
         else:
             group.rollout.state = rollout_pb2.ROLLOUT_STATE_QUEUED
             self._waiting.append(group_id)
@@ -105,28 +133,43 @@ class ExternalGroups:
         group_id: str,
         state: rollout_pb2.RolloutState,
         reason: str = "",
-        records: list[runner_pb2.RolloutRecord] | None = None,
+        detail: str = "",
+        report: runner_pb2.GroupReport | None = None,
     ) -> None:
-        """End a group that is open."""
+        """End a group that is open, and forget the oldest ones beyond what is kept."""
         group = self._groups.get(group_id)
         if group is None or group.ended:
             return
         group.rollout.state = state
-        group.rollout.reason = reason
-        group.rollout.records.extend(records or [])
+        group.rollout.reason, group.rollout.detail = reason, detail
+        if report is not None:
+            group.rollout.prompt = report.prompt
+            group.rollout.records.extend(shown(record) for record in report.rollouts)
         if group_id in self._waiting:
             self._waiting.remove(group_id)
+        group.request.Clear()  # a prompt may be large
+        group.kept_bytes = group.rollout.ByteSize()
         self._touch(group)
-        ended = [name for name, kept in self._groups.items() if kept.ended]
-        for name in ended[: max(0, len(ended) - _KEPT_ENDED)]:
-            del self._groups[name]
+        self._ended.append(group)
+        self._kept_bytes += group.kept_bytes
+        while len(self._ended) > KEPT_ENDED or (self._kept_bytes > KEPT_BYTES and len(self._ended) > 1):
+            forgotten = self._ended.popleft()
+            self._kept_bytes -= forgotten.kept_bytes
+            del self._groups[forgotten.rollout.group_id]
 
     def end_all(self, reason: str) -> None:
         """Cancel what is open: the run is over."""
         for group_id in [name for name, group in self._groups.items() if not group.ended]:
-            self.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, reason)
+            self.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, reason, "the run ended")
 
     def _touch(self, group: ExternalGroup) -> None:
         self.sequence += 1
-        group.rollout.sequence = self.sequence
+        group.sequence = group.rollout.sequence = self.sequence
         self.changed.notify()
+
+
+def shown(record: runner_pb2.RolloutRecord) -> runner_pb2.RolloutRecord:
+    """The record without its references."""
+    for name in ("token_ids", "logprobs", "routes"):
+        record.ClearField(name)
+    return record

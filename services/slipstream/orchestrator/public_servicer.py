@@ -108,7 +108,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.ListRolloutsResponse:
         if request.page_token and not request.page_token.isdecimal():
             raise InvalidRequest("this page token was not given out", field="page_token")
-        groups, more = self._groups.page(int(request.page_token or 0), request.page_size or _DEFAULT_PAGE)
+        groups, more = self._groups.page(
+            int(request.page_token or 0), request.page_size or _DEFAULT_PAGE, request.filter.labels
+        )
         return rollout_pb2.ListRolloutsResponse(
             rollouts=[group.rollout for group in groups], next_page_token=str(groups[-1].number) if more else ""
         )
@@ -116,15 +118,25 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def WatchRollouts(
         self, request: rollout_pb2.WatchRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rollout_pb2.WatchRolloutsResponse]:
-        sequence = request.after_sequence
+        sequence, labels = request.after_sequence, request.filter.labels
+        if sequence > self._groups.sequence:
+            raise InvalidRequest(
+                f"after_sequence: the newest is {self._groups.sequence}",
+                field="after_sequence",
+                limit=self._groups.sequence,
+            )
+        one = self._groups.get(request.group_id) if request.group_id else None
         while True:
-            changed = self._groups.changed_since(sequence)
-            for group in changed:
-                sequence = max(sequence, group.rollout.sequence)
+            if one is None:
+                group = self._groups.next_change(sequence, labels)
+            else:
+                group = one if one.sequence > sequence else None
+            if group is not None:
+                sequence = group.sequence
                 yield rollout_pb2.WatchRolloutsResponse(rollout=group.rollout)
-            if not changed:
-                if self._state.ended:
-                    return
+            elif self._state.ended or (one is not None and one.ended):
+                return
+            else:
                 await self._groups.changed.wait(5.0)
 
     async def CancelRollout(

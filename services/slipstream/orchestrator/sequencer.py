@@ -199,7 +199,7 @@ class Sequencer:
             self.leases.drop(attempt.runner_id, key)
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)
-            self._note_outcome(attempt.assignment.environment, report)
+            self._note_outcome(attempt.assignment, report)
             if not self._take(attempt.assignment, report):
                 result.unneeded.append(key)
                 for record in report.rollouts:
@@ -236,7 +236,8 @@ class Sequencer:
             self._take_evaluation(assignment, report, finished=finished)
             return False
         if assignment.purpose == EXTERNAL:
-            return self._take_external(assignment, report, finished=finished)
+            self._take_external(assignment, report, finished=finished)
+            return False
         position, attempt = assignment.position, assignment.attempt
         if report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED:
             # Not by us: ours are no longer in the list. A runner that drains hands its groups back.
@@ -284,15 +285,21 @@ class Sequencer:
 
     def _take_external(
         self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport, *, finished: bool
-    ) -> bool:
-        if finished:
-            records = list(report.rollouts)
-            self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FINISHED, "", records)
+    ) -> None:
+        if report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED:
+            # Not by us: a runner that drains hands its groups back.
+            self.external.again(assignment.group_id, "RUNNER_LOST", "its runners stopped")
+        elif finished:
+            released = runner_pb2.GroupReport()
+            released.CopyFrom(report)  # the caller still needs the references, to release them
+            self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FINISHED, report=released)
         else:
-            self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FAILED, report.reason)
-        return finished
+            self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FAILED, report.reason, report.detail)
 
-    def _note_outcome(self, environment: str, report: runner_pb2.GroupReport) -> None:
+    def _note_outcome(self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport) -> None:
+        if assignment.purpose == EXTERNAL:
+            return  # what a third party asks for must not end the run
+        environment = assignment.environment
         if report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
             self.failures.pop(environment, None)
         elif report.outcome == runner_pb2.GROUP_OUTCOME_FAILED:
@@ -313,7 +320,7 @@ class Sequencer:
             if assignment.purpose == EVALUATION and self.evaluation and assignment.group_id in self.evaluation.tasks:
                 self.evaluation.failed(assignment.group_id, blameless=True)
             elif assignment.purpose == EXTERNAL:
-                self.external.again(assignment.group_id, "RUNNER_LOST")
+                self.external.again(assignment.group_id, "RUNNER_LOST", "its runners were lost")
             elif assignment.purpose == TRAINING:
                 self._lose(assignment.position, assignment.attempt)
         self.admission_changed.notify()
@@ -340,7 +347,7 @@ class Sequencer:
         """Cancel a third party's group, running or not."""
         self.external.get(group_id)
         self._stop([a for a in self._running.values() if a.assignment.group_id == group_id], "CLIENT")
-        self.external.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, "CLIENT")
+        self.external.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, "CLIENT", "cancelled by CancelRollout")
 
     def stop_all(self, reason: str) -> None:
         """Cancel everything that runs: the run is over."""

@@ -20,6 +20,8 @@ from slipstream.runner.turns import Sample, Turn, TurnClient
 log = structlog.get_logger()
 
 STOP = types_pb2.FINISH_REASON_STOP
+EXTERNAL = runner_pb2.GROUP_PURPOSE_EXTERNAL
+MAX_ANSWER_BYTES = 4 << 20
 
 
 def task_of(assignment: runner_pb2.GroupAssignment) -> TaskKey:
@@ -67,6 +69,8 @@ class GroupRunner:
             report.outcome = runner_pb2.GROUP_OUTCOME_FINISHED
             report.sandbox_execution_count = executions
             report.rollouts.extend(self._records(assignment, prompt, turn, scores))
+            if assignment.purpose == EXTERNAL:
+                _answer(report, assignment, prompt, turn, scores)
             self._write_rollouts(_lines(assignment, prompt, turn, scores))
         report.duration_ms = int((time.monotonic() - started_s) * 1000)
         return report
@@ -126,6 +130,26 @@ class GroupRunner:
             dtype=dtype,
             size_bytes=len(data),
         )
+
+
+def _answer(
+    report: runner_pb2.GroupReport,
+    assignment: runner_pb2.GroupAssignment,
+    prompt: RenderedPrompt,
+    turn: Turn,
+    scores: list[ScoredSample],
+) -> None:
+    """Put what a third party wants to read into the report itself, within a bound."""
+    if not assignment.HasField("prompt"):
+        report.prompt = prompt.text
+    for record, sample, score in zip(report.rollouts, turn.samples, scores, strict=True):
+        record.answer.text = score.text
+        if assignment.include_tokens:
+            record.answer.token_ids.extend(sample.token_ids)
+            record.answer.logprobs.extend(sample.logprobs)
+    if sum(record.answer.ByteSize() for record in report.rollouts) > MAX_ANSWER_BYTES:
+        for record in report.rollouts:
+            record.answer.CopyFrom(runner_pb2.Answer(omitted=True))
 
 
 def _routes(turn: Turn, sample: Sample) -> list[types_pb2.RowsRef]:
