@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.common.errors import FrameInvalid
-from slipstream.common.frames import decode, encode_data, encode_header, iter_frames
+from slipstream.common.frames import decode, encode_data, encode_header, iter_frames, iter_joined_frames
 
 FRAME = rows_pb2.FetchRowsResponse
 headers = st.builds(rows_pb2.RowsHeader, size_bytes=st.integers(0, 2**40), crc32=st.integers(0, 2**32 - 1))
@@ -64,6 +64,13 @@ def test_frames_from_an_offset_hold_the_rest_of_the_bytes(buffers, offset, frame
     values = [decode(message)[1] or b"" for message in iter_frames(buffers, offset, frame_bytes)]
     assert b"".join(values) == whole[offset:]
     assert all(0 < len(value) <= frame_bytes for value in values)
+
+
+@given(st.lists(st.binary(max_size=50), max_size=9), st.integers(0, 480), st.integers(1, 60))
+def test_joined_frames_are_full_but_the_last(buffers, offset, frame_bytes):
+    rest = b"".join(buffers)[offset:]
+    values = [bytes(decode(message)[1] or b"") for message in iter_joined_frames(buffers, offset, frame_bytes)]
+    assert values == [rest[at : at + frame_bytes] for at in range(0, len(rest), frame_bytes)]
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())

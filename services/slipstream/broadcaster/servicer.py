@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import structlog
@@ -12,7 +13,7 @@ import structlog
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.store import Extent, VersionStore, skip_bytes
-from slipstream.common.errors import InvalidRequest, SlipstreamError, Unsupported
+from slipstream.common.errors import InvalidRequest, SlipstreamError, Unsupported, WeightsCorrupt
 from slipstream.common.frames import (
     FRAME_BYTES,
     encode_data,
@@ -23,7 +24,7 @@ from slipstream.common.frames import (
     skip_rest,
 )
 from slipstream.common.version import PolicyVersion
-from slipstream.weights.manifest import Probe, WeightSlice
+from slipstream.weights.manifest import Probe, WeightSlice, fits
 
 log = structlog.get_logger()
 
@@ -62,8 +63,11 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
             raise Unsupported("bytes must follow here: no transport that reads from a source is configured")
         version = PolicyVersion.from_proto(header.version)
         slices = [WeightSlice.from_proto(part) for part in header.slices]
-        if any(part.size_bytes == 0 for part in slices):
-            raise InvalidRequest("a slice is empty", field="slices")
+        for index, part in enumerate(slices):
+            if not part.size_bytes:
+                raise InvalidRequest("a slice is empty", field=f"slices[{index}].size_bytes", limit=1)
+            if not fits(part):
+                raise InvalidRequest("a slice is no box of its tensor", field=f"slices[{index}].shape", slice=part.name)
         writer = self._store.begin_shard(version, header.rank, slices)
         try:
             async for data in iter_data(messages):
@@ -114,15 +118,20 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
 
 
 async def _read(extent: Extent) -> AsyncIterator[bytes]:
-    """The bytes of an extent, a frame's worth at a time."""
-    descriptor = os.open(extent.path, os.O_RDONLY)
+    """The bytes of an extent, a frame's worth at a time. No file stays open while the client takes its time."""
+    at, end = extent.offset_bytes, extent.offset_bytes + extent.size_bytes
+    while at < end:
+        data = await asyncio.to_thread(_read_at, extent.path, at, min(FRAME_BYTES, end - at))
+        at += len(data)
+        yield data
+
+
+def _read_at(path: Path, at: int, size_bytes: int) -> bytes:
     try:
-        at, end = extent.offset_bytes, extent.offset_bytes + extent.size_bytes
-        while at < end:
-            data = await asyncio.to_thread(os.pread, descriptor, min(FRAME_BYTES, end - at), at)
-            if not data:
-                raise OSError(f"{extent.path} is cut short")
-            at += len(data)
-            yield data
-    finally:
-        os.close(descriptor)
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size_bytes, at)
+    except OSError as error:
+        raise WeightsCorrupt(f"{path.name} cannot be read: {error.strerror}", file=path.name) from error
+    if not data:
+        raise WeightsCorrupt(f"{path.name} is cut short", file=path.name)
+    return data

@@ -41,6 +41,8 @@ _OPEN_PREFIX = ".open-"
 _MANIFEST = "manifest.json"
 
 MAX_RANKS = 65_536
+MAX_OPEN = 8
+"""Versions open at once; another one takes the place of the one that was opened first."""
 NAMED_RANKS = 16
 """Most ranks an error names: what goes with a status must stay small."""
 
@@ -113,6 +115,9 @@ class VersionStore:
         if self.newest is not None and version < self.newest:
             raise VersionNotNewer(f"{self.newest} is sealed, which is newer than {version}", newest=self.newest)
         self._check_room(1)
+        self._open.pop(version, None)
+        while len(self._open) >= MAX_OPEN:
+            self._abandon(next(iter(self._open)))
         directory = self._root / f"{_OPEN_PREFIX}{version}"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
@@ -206,10 +211,12 @@ class VersionStore:
         for version in gone:
             del self._sealed[version]
             shutil.rmtree(self._root / str(version), ignore_errors=True)
-        abandoned = [v for v in self._open if self.newest is not None and v < self.newest]
-        for version in abandoned:  # it can never be sealed
-            shutil.rmtree(self._open.pop(version).directory, ignore_errors=True)
+        for version in [v for v in self._open if self.newest is not None and v < self.newest]:
+            self._abandon(version)  # it can never be sealed
         return gone
+
+    def _abandon(self, version: PolicyVersion) -> None:
+        shutil.rmtree(self._open.pop(version).directory, ignore_errors=True)
 
     def _opened(self, version: PolicyVersion) -> OpenVersion:
         if version in self._sealed:

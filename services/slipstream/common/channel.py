@@ -43,6 +43,10 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A peer that connects and says nothing that makes sense is let go.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # None of ours compresses, and a megabyte of deflated zeros would pass the limit above as a gigabyte.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 
 

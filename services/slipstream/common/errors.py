@@ -25,6 +25,9 @@ log = structlog.get_logger()
 DOMAIN = "slipstream"
 STATUS_KEY = "grpc-status-details-bin"
 RETRY_DELAY_MS = 200
+MAX_MESSAGE_CHARS = 480
+MAX_METADATA_CHARS = 240
+"""What a status may carry of a caller's own words: all of it travels as metadata, of which HTTP/2 takes 8 KiB."""
 
 
 class SlipstreamError(Exception):
@@ -112,6 +115,13 @@ class Overloaded(SlipstreamError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
+
+
+class StreamStalled(SlipstreamError):
+    """The client of a stream took or sent nothing for `metadata["limit_s"]` seconds. Call again, and go on reading."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "STREAM_STALLED"
 
 
 class InternalError(SlipstreamError):
@@ -462,14 +472,23 @@ _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 def to_status(error: SlipstreamError, retry_delay_ms: int = RETRY_DELAY_MS) -> status_pb2.Status:
     """The status of `error`: one ErrorInfo, and RetryInfo where the same call may succeed later."""
     details = [any_pb2.Any(), any_pb2.Any()]
-    details[0].Pack(error_details_pb2.ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=error.metadata))
+    metadata = {key: _cut(value, MAX_METADATA_CHARS) for key, value in error.metadata.items()}
+    details[0].Pack(error_details_pb2.ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=metadata))
     if error.code in _RETRYABLE:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(retry_delay_ms)
         details[1].Pack(retry)
     else:
         details.pop()
-    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+    return status_pb2.Status(code=error.code.value[0], message=_cut(error.message, MAX_MESSAGE_CHARS), details=details)
+
+
+def _cut(text: str, max_chars: int) -> str:
+    """`text`, its middle left out where it is too long; what is no ASCII counts as it travels, nine for one."""
+    if len(text) + 8 * sum(not character.isascii() for character in text) <= max_chars:
+        return text
+    kept = text if text.isascii() else ascii(text)[1:-1]
+    return kept if len(kept) <= max_chars else f"{kept[: max_chars // 2]} ... {kept[-max_chars // 3 :]}"
 
 
 async def abort(context: grpc.aio.ServicerContext, error: SlipstreamError) -> None:

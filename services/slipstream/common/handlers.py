@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from slipstream.common.auth import TokenCheck
-from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest, Unsupported, refuse
+from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest, StreamStalled, Unsupported, refuse
 from slipstream.common.validation import validate
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
-# The longest a call may last that came without a deadline.
+# The longest a call may last, whatever its deadline.
 MAX_UNARY_S = 600.0
 MAX_STREAM_S = 24 * 3600.0
+# The longest a stream waits for its client: to send the next message, or to take one.
+MAX_STALL_S = 30.0
 
 _UNREADABLE = object()
 """Stands for a request that could not be parsed."""
@@ -94,10 +96,7 @@ class HandlerRegistrar:
         deserializer = None if raw else _deserializer(handler.request_deserializer)
         waiting = getattr(behaviour, "ends_on_drain", False) or name.startswith("Watch")
         behaviour = _asynchronous(behaviour, method)
-        if handler.request_streaming:
-            behaviour = behaviour if raw else _checked_stream(behaviour)
-        else:
-            behaviour = _checked(behaviour)
+        behaviour = _received(behaviour, checked=not raw) if handler.request_streaming else _checked(behaviour)
         cap_s = MAX_STREAM_S if handler.request_streaming or handler.response_streaming else MAX_UNARY_S
         call = _guarded(behaviour, method, self._token_check, self._drain, waiting, cap_s)
         if not handler.request_streaming:
@@ -120,7 +119,7 @@ def _guarded(
     exempt = token_check.exempt(method)
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        cap = asyncio.timeout(None if context.time_remaining() is not None else cap_s)
+        cap = asyncio.timeout(cap_s)
         try:
             if not exempt:
                 token_check.check(context.invocation_metadata() or ())
@@ -132,7 +131,7 @@ def _guarded(
                 raise
             await refuse(context, Draining("this process is stopping"), method=method)
         except TimeoutError as error:
-            capped = DeadlineExceeded(f"no deadline was given, and {cap_s:.0f} s have passed", limit_s=cap_s)
+            capped = DeadlineExceeded(f"no call lasts longer than {cap_s:.0f} s", limit_s=cap_s)
             await refuse(context, capped if cap.expired() else error, method=method)
         except Exception as error:
             await refuse(context, error, method=method)
@@ -153,16 +152,38 @@ def _checked(behaviour: Handler) -> Handler:
     return call
 
 
-def _checked_stream(behaviour: Handler) -> Handler:
-    async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            _check(request)
+def _received(behaviour: Handler, *, checked: bool) -> Handler:
+    """`behaviour`, given the messages of a client that goes on sending; `checked`: those that keep their rules."""
+
+    async def receive(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        messages = aiter(requests)
+        while True:
+            try:
+                async with _stalling("no message came"):
+                    request = await anext(messages)
+            except StopAsyncIteration:
+                return
+            if checked:
+                _check(request)
             yield request
 
     async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-        return await behaviour(checked(requests), context)
+        return await behaviour(receive(requests), context)
 
     return call
+
+
+@asynccontextmanager
+async def _stalling(what: str) -> AsyncIterator[None]:
+    """Wait for the client of a stream, for `MAX_STALL_S` at most: what the call holds is not held for ever."""
+    limit = asyncio.timeout(MAX_STALL_S)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise StreamStalled(f"{what} for {MAX_STALL_S:g} s", limit_s=MAX_STALL_S) from None
 
 
 def _deserializer(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -187,14 +208,16 @@ def _asynchronous(behaviour: Any, method: str) -> Handler:
     """The handler as a coroutine function: a stream's messages are written to the context.
 
     Written rather than yielded, so that a cancelled call closes the servicer's generator, and runs its
-    `finally`, at once; grpc would leave that to the garbage collector.
+    `finally`, at once; grpc would leave that to the garbage collector. A client that does not read ends the call
+    the same way: what is left of it is one message and the status, which wait for the client or its connection's end.
     """
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> None:
             async with aclosing(behaviour(request, context)) as messages:
                 async for message in messages:
-                    await context.write(message)
+                    async with _stalling("the client took nothing"):
+                        await context.write(message)
 
         return stream
     if inspect.iscoroutinefunction(behaviour):

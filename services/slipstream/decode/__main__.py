@@ -20,7 +20,9 @@ def main() -> None:
     from slipstream.engine.worker.process import Pool, run_worker  # torch takes seconds: not for --help
 
     def build_pool(worker: Worker, token: str | None) -> Pool:
-        kv = KvClient(token, worker.engine.limits.block_size_tokens, config.kv_timeout_s)
+        limits = worker.engine.limits
+        limit_bytes = limits.max_context_tokens * limits.kv_bytes_per_token
+        kv = KvClient(token, limits.block_size_tokens, config.kv_timeout_s, limit_bytes)
         loops = {"release_kv": lambda: kv.release_for_ever(config.kv_release_interval_s)}
         return Pool(decode_servicers(worker, kv), loops, kv.close)
 

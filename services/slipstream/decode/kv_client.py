@@ -13,9 +13,11 @@ import structlog
 
 from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
 from slipstream.common.channel import open_channel
+from slipstream.common.channels import Channels
 from slipstream.common.errors import (
     DeadlineExceeded,
     FrameInvalid,
+    KvMismatch,
     KvTransferFailed,
     SlipstreamError,
     Unreachable,
@@ -50,11 +52,12 @@ class _Pull:
 class KvClient:
     """One channel a prefill worker."""
 
-    def __init__(self, token: str | None, block_size_tokens: int, timeout_s: float) -> None:
-        self._token = token
+    def __init__(self, token: str | None, block_size_tokens: int, timeout_s: float, limit_bytes: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._timeout_s = timeout_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._limit_bytes = limit_bytes
+        """Most KV that a prompt of this model has."""
+        self._channels = Channels(lambda address: open_channel(address, token))
         self._fetched: defaultdict[str, list[str]] = defaultdict(list)
 
     async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:
@@ -97,14 +100,13 @@ class KvClient:
         for address, transfer_ids in fetched.items():
             request = prefill_pb2.ReleaseKvRequest(request_id=uuid4().hex, transfer_ids=transfer_ids)
             try:
-                stub = prefill_pb2_grpc.KvServiceStub(self._channel(address))
+                stub = prefill_pb2_grpc.KvServiceStub(self._channels.get(address))
                 await stub.ReleaseKv(request, timeout=RELEASE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 log.info("kv_release_failed", address=address, code=error.code().name)
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
     async def _fill(self, handle: prefill_pb2.KvHandle, pull: _Pull) -> None:
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -118,13 +120,17 @@ class KvClient:
 
     async def _receive(self, handle: prefill_pb2.KvHandle, pull: _Pull) -> None:
         """Take what one stream gives, from where the last one ended."""
-        fetch = raw_unary_stream(self._channel(handle.address), "/slipstream.api.inference.v1.KvService/FetchKv")
+        fetch = raw_unary_stream(self._channels.get(handle.address), "/slipstream.api.inference.v1.KvService/FetchKv")
         request = prefill_pb2.FetchKvRequest(kv=handle, offset_bytes=len(pull.data))
         call = fetch(request, timeout=self._timeout_s)
         try:
             messages = raw_responses(call)
             pull.header = await read_header(messages, prefill_pb2.KvHeader)
+            if pull.header.size_bytes > self._limit_bytes:
+                raise KvMismatch(f"{pull.header.size_bytes} bytes are announced", field="size_bytes")
             async for data in iter_data(messages):
+                if len(pull.data) + len(data) > pull.header.size_bytes:
+                    raise KvMismatch(f"more than the announced {pull.header.size_bytes} bytes came", field="data")
                 pull.data += data
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
@@ -132,12 +138,6 @@ class KvClient:
             call.cancel()
         if not pull.done:
             raise FrameInvalid("the stream ended early", held_bytes=len(pull.data), size_bytes=pull.header.size_bytes)
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = open_channel(address, self._token)
-        return channel
 
 
 def _failed(handle: prefill_pb2.KvHandle, why: str) -> KvTransferFailed:

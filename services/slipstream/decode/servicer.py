@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 
@@ -63,27 +64,27 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def _with_kv(self, request: decode_pb2.DecodeRequest) -> DecodeRequest | None:
         """The request with its KV here; None if it was aborted meanwhile."""
-        token_ids = prompt_tokens(request.prompt)
-        payload = None
+        job = DecodeRequest(
+            request.request_id,
+            prompt_tokens(request.prompt),
+            request.salt,
+            tuple(request.sample_ids),
+            sampling_from_proto(request.sampling),
+            None,
+            request.capture_routes,
+        )
+        self._engine.check(job)  # before its KV is pulled
         if request.HasField("kv"):
             if request.request_id in self._fetching:
                 raise RequestIdReused("this request is running", request_id=request.request_id)
             self._fetching[request.request_id] = False
             try:
-                payload = await self._kv.fetch(request.kv, token_ids, request.salt)
+                job = replace(job, kv=await self._kv.fetch(request.kv, job.token_ids, request.salt))
             finally:
                 aborted = self._fetching.pop(request.request_id)
             if aborted:
                 return None
-        return DecodeRequest(
-            request.request_id,
-            token_ids,
-            request.salt,
-            tuple(request.sample_ids),
-            sampling_from_proto(request.sampling),
-            payload,
-            request.capture_routes,
-        )
+        return job
 
     def _to_proto(self, job: DecodeRequest, chunk: SampleChunk) -> decode_pb2.SampleChunk:
         last = bool(chunk.finish_reason) and job.capture_routes

@@ -231,6 +231,10 @@ class Engine(Protocol):
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult: ...
 
+    def check(self, request: DecodeRequest) -> None:
+        """Raise what `decode` would raise at once."""
+        ...
+
     def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[SampleChunk]:
         """Stream chunks: when a sample ends, when the version changes, and at least every `flush_s` seconds.
 

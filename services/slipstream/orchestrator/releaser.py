@@ -12,6 +12,7 @@ import structlog
 
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.channels import Channels
 from slipstream.common.errors import from_rpc_error
 
 log = structlog.get_logger()
@@ -26,10 +27,9 @@ class RowsReleaser:
     """
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], interval_s: float = 1.0) -> None:
-        self._open_channel = open_channel
         self._interval_s = interval_s
         self._keys: dict[str, set[str]] = defaultdict(set)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(open_channel)
 
     def release(self, refs: Iterable[types_pb2.RowsRef]) -> None:
         """Release these rows with the next flush."""
@@ -49,13 +49,10 @@ class RowsReleaser:
 
     async def close(self) -> None:
         """Close the channels."""
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
     async def _flush_holder(self, holder: str, keys: list[str]) -> None:
-        if holder not in self._channels:
-            self._channels[holder] = self._open_channel(holder)
-        stub = rows_pb2_grpc.RowsServiceStub(self._channels[holder])
+        stub = rows_pb2_grpc.RowsServiceStub(self._channels.get(holder))
         for start in range(0, len(keys), _MAX_KEYS):
             request = rows_pb2.ReleaseRowsRequest(request_id=uuid.uuid4().hex, keys=keys[start : start + _MAX_KEYS])
             try:

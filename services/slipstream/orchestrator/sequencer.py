@@ -27,6 +27,7 @@ from slipstream.orchestrator.external import ExternalGroups
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals
+from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.run_state import RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
 from slipstream.orchestrator.signals import Signal
@@ -184,18 +185,31 @@ class Sequencer:
 
     # ---- taking reports
 
-    def report(self, reports: Iterable[runner_pb2.GroupReport]) -> ReportResult:
-        """Take reports of attempts that ended. Late ones are refused, repeated ones have no further effect."""
+    def report(self, runner: Runner, reports: Sequence[runner_pb2.GroupReport]) -> ReportResult:
+        """Take a runner's reports of attempts that ended.
+
+        Late ones, and those of attempts that another runner has, are refused; repeated ones have no further effect.
+        Raises `InvalidRequest`, and takes none of them, when a record contradicts its group or itself.
+        """
+        newest = PolicyVersion(self.incarnation + 1, self.config.total_steps)
+        for report in reports:
+            attempt = self._running.get((report.group.group_id, report.group.attempt))
+            if attempt is not None and attempt.runner_id == runner.runner_id:
+                check_records(attempt.assignment, report, newest)
         result = ReportResult([], [])
         for report in reports:
             key = (report.group.group_id, report.group.attempt)
+            attempt = self._running.get(key)
+            if attempt is not None and attempt.runner_id != runner.runner_id:
+                result.refused.append(key)
+                continue
             self._remember(key)
-            attempt = self._running.pop(key, None)
             if attempt is None:
                 if not self._taken_before(key):
                     self._acknowledge_everywhere(key)
                     result.refused.append(key)
                 continue
+            del self._running[key]
             self.leases.drop(attempt.runner_id, key)
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)

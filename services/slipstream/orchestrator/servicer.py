@@ -89,8 +89,8 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         return await self._answers.once(request, lambda: self._report(request))
 
     async def _report(self, request: runner_pb2.ReportGroupsRequest) -> runner_pb2.ReportGroupsResponse:
-        self._renew(request.runner_id, request.runner_epoch)
-        result = self._sequencer.report(request.reports)
+        runner = self._renew(request.runner_id, request.runner_epoch)
+        result = self._sequencer.report(runner, request.reports)
         return runner_pb2.ReportGroupsResponse(
             refused=[_attempt(key) for key in result.refused], unneeded=[_attempt(key) for key in result.unneeded]
         )
@@ -119,9 +119,10 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         self, request: batch_pb2.GetPlanRequest, context: grpc.aio.ServicerContext
     ) -> batch_pb2.GetPlanResponse:
         sequencer, step = self._sequencer, request.step
-        self._see_incarnation(request.incarnation)
+        self._check_incarnation(request.incarnation)
         if request.rank >= sequencer.config.data_ranks:
             raise InvalidRequest("no such rank", field="rank", limit=sequencer.config.data_ranks - 1)
+        sequencer.incarnation = request.incarnation  # only here, where a restored trainer begins
         if step > sequencer.config.total_steps:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
         next_step = sequencer.machine.sealed_step + 1
@@ -129,7 +130,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             raise StepNotNext(f"step {step} is not the next to be sealed", next_step=next_step)
         sequencer.want(step)
         await sequencer.sealed.until(lambda: step in sequencer.plans or self._state.ended, request.wait_ms / 1000)
-        self._see_incarnation(request.incarnation)
+        self._check_incarnation(request.incarnation)
         plan = sequencer.plans.get(step)
         if self._state.ended:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason=self._state.reason))
@@ -147,7 +148,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         self, request: batch_pb2.ReportStepRequest, context: grpc.aio.ServicerContext
     ) -> batch_pb2.ReportStepResponse:
         version = PolicyVersion.from_proto(request.version)
-        self._see_incarnation(version.incarnation)
+        self._check_incarnation(version.incarnation)
         machine = self._sequencer.machine
         if version.step > min(machine.sealed_step, machine.trained_step + 1):
             raise StepNotSealed(f"step {version.step} was not given out", sealed_step=machine.sealed_step)
@@ -166,10 +167,13 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             self._state.progress(request.fraction_done, **dict(request.metrics))
         return batch_pb2.ReportActivityResponse()
 
-    def _see_incarnation(self, incarnation: int) -> None:
-        if incarnation < self._sequencer.incarnation:
-            raise IncarnationSuperseded("a later restore took over", incarnation=self._sequencer.incarnation)
-        self._sequencer.incarnation = incarnation
+    def _check_incarnation(self, incarnation: int) -> None:
+        """A restore opens the next incarnation, not any: a wild number must not shut the trainer out."""
+        current = self._sequencer.incarnation
+        if incarnation < current:
+            raise IncarnationSuperseded("a later restore took over", incarnation=current)
+        if incarnation > current + 1 and self._sequencer.machine.sealed_step:
+            raise InvalidRequest(f"incarnation {current} goes on", field="incarnation", limit=current + 1)
 
 
 def _key(attempt: runner_pb2.GroupAttempt) -> AttemptKey:

@@ -10,7 +10,7 @@ import grpc
 
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.common.errors import OffsetOutOfRange
-from slipstream.common.frames import encode_header, iter_frames
+from slipstream.common.frames import encode_header, iter_joined_frames
 from slipstream.runner.spool import Spool
 
 if sys.byteorder != "little":
@@ -45,8 +45,7 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
                 size_bytes=size_bytes,
             )
         yield encode_header(rows_pb2.RowsHeader(parts=parts, size_bytes=size_bytes, crc32=crc32))
-        # One buffer: frames never span two, and a rollout's rows are tens of bytes to a few kilobytes.
-        for frame in iter_frames([b"".join(buffers)], request.offset_bytes):
+        for frame in iter_joined_frames(buffers, request.offset_bytes):
             yield frame
 
     async def ReleaseRows(

@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
+from slipstream.common.channel import MAX_MESSAGE_BYTES
 from slipstream.common.errors import InvalidRequest, RootfsUnknown, Unsupported
 from slipstream.common.idempotency import RequestMemory
 from slipstream.sandbox.config import LimitsConfig, SandboxConfig
@@ -21,6 +22,10 @@ log = structlog.get_logger()
 PYTHON_ROOT = "python"
 DEFAULT_LEASE_TTL_MS = 60_000
 DEFAULT_PAGE_SIZE = 100
+MAX_READ_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
+"""Bytes of one answer of ReadFiles: a message has room for them and their paths."""
+_FIELDS = {"wall_s": "wall_ms", "cpu_s": "cpu_ms"}
+"""Names in the contract of limits that are called otherwise here."""
 OUTCOMES = {outcome: f"OUTCOME_{outcome.name}" for outcome in Outcome}
 
 
@@ -95,7 +100,10 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         self, request: sandbox_pb2.ReadFilesRequest, context: grpc.aio.ServicerContext
     ) -> sandbox_pb2.ReadFilesResponse:
         sandbox = self._table.get(request.sandbox_id)
-        files = [sandbox_pb2.File(path=path, data=sandbox.read_file(path)) for path in request.paths]
+        contents = [sandbox.read_file(path) for path in request.paths]
+        if sum(map(len, contents)) > MAX_READ_BYTES:
+            raise InvalidRequest(f"{MAX_READ_BYTES} bytes at most", field="paths", limit=MAX_READ_BYTES)
+        files = [sandbox_pb2.File(path=path, data=data) for path, data in zip(request.paths, contents, strict=True)]
         return sandbox_pb2.ReadFilesResponse(files=files)
 
     async def Snapshot(
@@ -156,7 +164,9 @@ def merge_limits(asked: sandbox_pb2.Limits, default: Limits, most: Limits) -> Li
     for name, value in values.items():
         if value > getattr(most, name):
             limit = getattr(most, name)
-            raise InvalidRequest(f"limits: {name} is {limit} at most", field=f"limits.{name}", limit=limit)
+            field = _FIELDS.get(name, name)
+            limit = int(limit * 1000) if name in _FIELDS else limit
+            raise InvalidRequest(f"limits: {field} is {limit} at most", field=f"limits.{field}", limit=limit)
         values[name] = value or getattr(default, name)
     return Limits(**values)
 

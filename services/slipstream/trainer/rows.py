@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.channels import Channels
 from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, Unreachable, from_rpc_error
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.common.version import PolicyVersion
@@ -70,9 +71,8 @@ class RowsClient:
     """Fetches from all holders. Channels are opened once. The orchestrator tells holders what to release."""
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float) -> None:
-        self._open_channel = open_channel
         self._timeout_s = timeout_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels(open_channel)
 
     async def fetch(self, refs: Iterable[types_pb2.RowsRef]) -> dict[RefId, Part]:
         """The parts that are held, of all holders at once; missing ones are absent."""
@@ -87,14 +87,7 @@ class RowsClient:
         return {(holder, key): part for holder, task in tasks.items() for key, part in task.result().items()}
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-
-    def _channel(self, holder: str) -> grpc.aio.Channel:
-        channel = self._channels.get(holder)
-        if channel is None:
-            channel = self._channels[holder] = self._open_channel(holder)
-        return channel
+        await self._channels.close()
 
     async def _fetch_holder(self, holder: str, refs: Sequence[types_pb2.RowsRef]) -> dict[str, Part]:
         """Fetch, resuming where a stream breaks. A holder that stays away has none of the rows."""
@@ -120,7 +113,7 @@ class RowsClient:
     async def _receive(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: _Download) -> None:
         """Take what one stream gives, from where the last one ended."""
         request = rows_pb2.FetchRowsRequest(refs=refs, offset_bytes=download.held)
-        call: Any = raw_unary_stream(self._channel(holder), _FETCH_ROWS)(request, timeout=self._timeout_s)
+        call: Any = raw_unary_stream(self._channels.get(holder), _FETCH_ROWS)(request, timeout=self._timeout_s)
         try:
             messages = raw_responses(call)
             header = await read_header(messages, rows_pb2.RowsHeader)

@@ -131,32 +131,47 @@ def describe_tensors(tensors: Mapping[str, np.ndarray]) -> tuple[tuple[WeightSli
     return tuple(slices), buffers
 
 
+MAX_PARTS = 4096
+"""Slices of one tensor at most: every pair that starts within the same rows is looked at for an overlap."""
+
+
+def fits(part: WeightSlice) -> bool:
+    """Whether a slice is a box inside its tensor and has the bytes of its elements."""
+    itemsize = 4 if part.dtype == "float32" else 2
+    inside = len(part.global_shape) == len(part.offsets) == len(part.shape) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for offset, size, whole in zip(part.offsets, part.shape, part.global_shape, strict=True)
+    )
+    return inside and part.size_bytes == prod(part.shape) * itemsize
+
+
 def check_geometry(slices: Sequence[WeightSlice]) -> None:
     """Raise `WeightsCorrupt` unless the slices are boxes that tile each of their tensors exactly."""
     tensors: dict[str, list[WeightSlice]] = {}
     for part in slices:
-        itemsize = 4 if part.dtype == "float32" else 2
-        inside = len(part.global_shape) == len(part.offsets) == len(part.shape) and all(
-            offset >= 0 and size >= 0 and offset + size <= whole
-            for offset, size, whole in zip(part.offsets, part.shape, part.global_shape, strict=True)
-        )
-        if not inside or part.size_bytes != prod(part.shape) * itemsize:
+        if not fits(part):
             raise WeightsCorrupt(f"slice of {part.name} does not fit its tensor", slice=part.name)
         tensors.setdefault(part.name, []).append(part)
     for name, parts in tensors.items():
         same = all(part.global_shape == parts[0].global_shape and part.dtype == parts[0].dtype for part in parts)
         full = sum(prod(part.shape) for part in parts) == prod(parts[0].global_shape)
-        if not same or not full or any(_overlap(a, b) for i, a in enumerate(parts) for b in parts[:i]):
+        if not same or not full or len(parts) > MAX_PARTS or _any_overlap(parts):
             raise WeightsCorrupt(f"slices of {name} do not tile it", slice=name)
 
 
-def _overlap(a: WeightSlice, b: WeightSlice) -> bool:
-    starts = zip(a.offsets, a.shape, b.offsets, b.shape, strict=True)
-    return all(ao < bo + bs and bo < ao + as_ for ao, as_, bo, bs in starts)
+def _any_overlap(parts: Sequence[WeightSlice]) -> bool:
+    if len(parts) == 1:
+        return False
+    starts = np.array([part.offsets for part in parts])
+    ends = starts + np.array([part.shape for part in parts])
+    return any(((starts[i] < ends[:i]) & (starts[:i] < ends[i])).all(-1).any() for i in range(1, len(parts)))
 
 
 def assemble(manifest: Manifest, data: bytearray) -> dict[str, np.ndarray]:
-    """Check every slice's CRC and give the tensors back, as views into `data` where a slice is a whole tensor."""
+    """Check every slice's CRC and that its values are finite; give the tensors back.
+
+    They are views into `data` where a slice is a whole tensor.
+    """
     tensors: dict[str, np.ndarray] = {}
     if len(data) != manifest.size_bytes:
         raise WeightsCorrupt(f"{len(data)} bytes instead of {manifest.size_bytes}", version=manifest.version)
@@ -169,6 +184,8 @@ def assemble(manifest: Manifest, data: bytearray) -> dict[str, np.ndarray]:
         if part.dtype not in _DTYPES:
             raise Unsupported(f"dtype {part.dtype} is not supported here", slice=part.name)
         values = np.frombuffer(raw, _DTYPES[part.dtype]).reshape(part.shape)
+        if not np.isfinite(values).all():
+            raise WeightsCorrupt(f"{part.name} holds values that are not finite", slice=part.name)
         if part.whole:
             tensors[part.name] = values
         else:

@@ -187,7 +187,7 @@ async def test_a_limit_above_the_executors_is_refused(start_executor):
     async with start_executor() as running:
         with pytest.raises(errors.InvalidRequest) as error:
             await running.client.run_python("pass", limits=SandboxLimits(wall_s=1e6))
-        assert error.value.metadata["field"] == "limits.wall_s"
+        assert error.value.metadata["field"] == "limits.wall_ms"
 
 
 @pytest.mark.parametrize("method", ["Snapshot", "Fork"])

@@ -193,7 +193,7 @@ class Cluster:
             servicers = prefill_servicers(worker, ENGINE.transfer_ttl_s)
         else:
             worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state)
-            kv = KvClient(None, ENGINE.block_size_tokens, config.kv_timeout_s)
+            kv = KvClient(None, ENGINE.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
             servicers = decode_servicers(worker, kv)
         server, port = build_server(config, [*worker.servicers(), *servicers])
         await server.start()

@@ -71,7 +71,7 @@ async def pulling(make_config, fault: str, timeout_s: float = 5.0) -> AsyncItera
     add = prefill_pb2_grpc.add_KvServiceServicer_to_server
     server, port = build_server(make_config(DecodeConfig), [(add, peer, "slipstream.api.inference.v1.KvService")])
     await server.start()
-    client = KvClient(None, 4, timeout_s)
+    client = KvClient(None, 4, timeout_s, limit_bytes=1 << 20)
     handle = prefill_pb2.KvHandle(address=f"127.0.0.1:{port}", transfer_id="g.0", token_count=10)
     yield peer, client, handle
     await client.close()

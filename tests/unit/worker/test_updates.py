@@ -219,7 +219,7 @@ async def test_a_failed_check_puts_the_old_weights_back(bench, fault):
         bench.engine.damage = damage
     else:
         bench.engine.probe_error = 0.02 if fault == "probe" else float("nan")
-    error = {"checksum": errors.WeightsCorrupt, "engine": ValueError}.get(fault, errors.ProbeFailed)
+    error = errors.WeightsCorrupt if fault in ("checksum", "engine") else errors.ProbeFailed
     await bench.updates.begin("u", KEEPER, V[2], 10)
     with pytest.raises(error):
         await bench.updates.apply("u")

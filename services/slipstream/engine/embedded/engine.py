@@ -71,7 +71,8 @@ class EmbeddedEngine:
         self._inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._routes = RouteStore(config.route_bytes)
-        self._prefills: dict[str, asyncio.Future[Transfer]] = {}
+        self._prefills: dict[str, tuple[PrefillRequest, asyncio.Future[Transfer]]] = {}
+        """Running and held ones."""
         self._transfers: dict[str, tuple[Transfer, asyncio.TimerHandle]] = {}
         self._streams: dict[str, asyncio.Queue[Chunks]] = {}
         self.limits = EngineLimits(
@@ -184,7 +185,7 @@ class EmbeddedEngine:
         else:
             self._ended.set_exception(error)
             self._ended.exception()  # seen: `wait` raises it, if anyone waits
-        for future in self._prefills.values():
+        for _, future in self._prefills.values():
             if not future.done():
                 future.set_exception(RequestAborted("the engine has ended"))
                 future.exception()
@@ -196,15 +197,18 @@ class EmbeddedEngine:
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a prompt's KV. A repeat of a request that is running or held answers the same."""
         self._check(request.token_ids, 0)
-        future = self._prefills.get(request.request_id)
-        if future is None:
+        there = self._prefills.get(request.request_id)
+        if there is None:
             self._check_room()
-            future = self._prefills[request.request_id] = self._loop.create_future()
+            there = self._prefills[request.request_id] = (request, self._loop.create_future())
             self._post(lambda: self._core.add_prefill(request))
+        first, future = there
+        if first != request:
+            raise RequestIdReused("this request_id came with another prompt before", request_id=request.request_id)
         return (await asyncio.shield(future)).result
 
     def _finish_prefill(self, output: PrefillDone) -> None:
-        future = self._prefills[output.request_id]
+        _, future = self._prefills[output.request_id]
         if isinstance(output.outcome, Transfer):
             timer = self._loop.call_later(self._config.transfer_ttl_s, self.release_kv, output.request_id)
             self._transfers[output.request_id] = (output.outcome, timer)
@@ -252,7 +256,7 @@ class EmbeddedEngine:
     async def decode_batches(
         self, request: DecodeRequest, flush_s: float = 1.0
     ) -> AsyncGenerator[list[SampleChunk], None]:
-        self._check_decode(request)
+        self.check(request)
         stream = self._streams[request.request_id] = asyncio.Queue()
         self._post(lambda: self._core.add_decode(request, flush_s))
         ended = False
@@ -287,13 +291,15 @@ class EmbeddedEngine:
         if len(token_ids) + new_tokens > limit:
             raise ContextTooLong(f"{len(token_ids)} + {new_tokens} tokens exceed {limit}", limit=limit)
 
-    def _check_decode(self, request: DecodeRequest) -> None:
+    def check(self, request: DecodeRequest) -> None:
         sampling = request.sampling
         self._check(request.token_ids, sampling.max_new_tokens)
         if sampling.max_new_tokens < 1 or not request.sample_ids:
             raise InvalidRequest("nothing to sample", field="max_new_tokens")
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest("too many stop tokens", field="stop_token_ids", limit=MAX_STOP_TOKENS)
+        if len(set(request.sample_ids)) < len(request.sample_ids):
+            raise InvalidRequest("two samples have the same id", field="sample_ids")
         if request.request_id in self._streams:
             raise RequestIdReused("this request is running", request_id=request.request_id)
         if request.kv is not None:

@@ -61,6 +61,8 @@ def _warped(
 ) -> Tensor:
     """Weights after temperature, then top-k, then top-p."""
     if temperature_B is not None:
+        # From the largest down: near a temperature of 0 all others become minus infinity, and it stays 0.
+        logprobs_BV = logprobs_BV - logprobs_BV.amax(-1, keepdim=True)
         logprobs_BV = logprobs_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
     weights_BV = torch.softmax(logprobs_BV, dim=-1)
     if top_p_B is None and top_k_B is None:

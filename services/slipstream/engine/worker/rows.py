@@ -15,7 +15,7 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import OffsetOutOfRange, RoutesUnknown
-from slipstream.common.frames import FRAME_BYTES, encode_header, iter_frames
+from slipstream.common.frames import encode_header, iter_joined_frames
 from slipstream.engine.base import Engine
 from slipstream.engine.worker.identity import WorkerIdentity
 
@@ -96,16 +96,17 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
         self, request: rows_pb2.FetchRowsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         parts, pieces = [], []
+        size_bytes = crc32 = 0
         for ref in request.refs:
             part, data = self._routes.read(ref)
             parts.append(part)
             pieces.append(data)
-        whole = b"".join(pieces)  # thousands of small keys: one copy is cheaper than a frame for each
-        if request.offset_bytes > len(whole):
-            raise OffsetOutOfRange(f"offset beyond {len(whole)}", size_bytes=len(whole))
-        header = rows_pb2.RowsHeader(parts=parts, size_bytes=len(whole), crc32=zlib.crc32(whole))
-        yield encode_header(header)
-        for frame in iter_frames([whole], request.offset_bytes, FRAME_BYTES):
+            size_bytes += data.nbytes
+            crc32 = zlib.crc32(data, crc32)
+        if request.offset_bytes > size_bytes:
+            raise OffsetOutOfRange(f"offset beyond {size_bytes}", field="offset_bytes", size_bytes=size_bytes)
+        yield encode_header(rows_pb2.RowsHeader(parts=parts, size_bytes=size_bytes, crc32=crc32))
+        for frame in iter_joined_frames(pieces, request.offset_bytes):
             yield frame
 
     async def ReleaseRows(

@@ -247,7 +247,10 @@ class WorkerUpdates:
             self._drop(update)
             self._forget(update.version)
             self._fail(f"update to {update.version}: {error}")
-            raise
+            if isinstance(error, SlipstreamError):
+                raise
+            log.error("update_failed", exc_info=error)
+            raise WeightsCorrupt(f"weights {update.version} are not the model's", version=update.version) from error
         applied = Applied(report, verification.duration_s, verification.slice_count, verification.probe_max_abs_error)
         update.applied, update.weights = applied, None
         self._forget(update.version)

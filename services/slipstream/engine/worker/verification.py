@@ -35,7 +35,7 @@ class Verification:
             return
         logprobs = engine.probe(probe.token_ids)
         differences = [abs(ours - theirs) for ours, theirs in zip(logprobs, probe.logprobs, strict=True)]
-        finite = all(map(math.isfinite, logprobs))
+        finite = all(map(math.isfinite, differences))
         worst = self.probe_max_abs_error = max(differences) if finite else math.inf
         if not worst <= probe.tolerance:
             raise ProbeFailed(
