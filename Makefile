@@ -1,6 +1,7 @@
 # make demo            install, then train a small MoE model by asynchronous RL through all services
-# make test            install, then run every check, every test and a shortened demo that must learn
-# make check           the checks alone: format, lint, types, imports, protos
+# make check           the fast half of the tests: format, lint, types, imports, protos, unit and property tests
+# make test            everything: make check, then every other folder of tests/, the load checks, and a shortened
+#                      demo that must learn
 # make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
 # make clean           remove what was installed and generated; runs/ stays
 #
@@ -20,15 +21,17 @@ SLIPSTREAM_PIP_ARGS ?=
 # An index given for torch may hold little else, so for the other packages it is one more index.
 REST_PIP_ARGS = $(patsubst -i,--extra-index-url,$(subst --index-url,--extra-index-url,$(SLIPSTREAM_PIP_ARGS)))
 PROTOS := $(shell find proto -name '*.proto')
-# e2e and fault start whole runs, a dozen of them: some minutes.
-TESTS ?= tests/unit tests/property tests/integration tests/e2e tests/fault
+FAST_TESTS := tests/unit tests/property
+# Every other folder: integration, edges, wheel, compose, docs, ... e2e and fault start a dozen whole runs.
+TESTS ?= $(filter-out $(FAST_TESTS) tests/gpu tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/))))
+LOAD_CHECKS ?= loadtests/frames.py
 DEMO_ARGS ?=
 comma := ,
 
 # Two cores are shared by all processes; more threads in each only get in each other's way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-short test check proto proto-baseline install clean
+.PHONY: help demo demo-short test check check-static check-tests proto proto-baseline install clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -84,30 +87,41 @@ demo-short: $(VENV)/.demo
 test: $(VENV)/.dev
 	@started=$$SECONDS; \
 	fail() { echo "make test: FAILED at $$1, after $$((SECONDS - started)) s"; exit 1; }; \
-	$(MAKE) check || fail "the checks"; \
+	$(MAKE) check || fail "make check"; \
 	echo "== Tests: $(TESTS)"; \
 	$(BIN)/python -m pytest $(TESTS) || fail "the tests"; \
-	$(BIN)/python loadtests/frames.py || fail "the frames load test"; \
-	learned="no shortened demo"; \
-	if [ -f examples/demo-short.toml ]; then \
-	  $(MAKE) demo-short || fail "the shortened demo"; learned="the shortened demo learned"; \
-	fi; \
-	echo "make test: ok, checks and tests pass, $$learned, in $$((SECONDS - started)) s"
+	for load in $(LOAD_CHECKS); do \
+	  echo "== Load: $$load"; $(BIN)/python $$load || fail "$$load"; \
+	done; \
+	$(MAKE) demo-short || fail "the shortened demo"; \
+	echo "make test: ok, checks and tests pass, the shortened demo learned, in $$((SECONDS - started)) s"
 
+# Two processes, for two cores: what reads the code, beside what runs it.
 check: $(VENV)/.dev
+	@started=$$SECONDS; \
+	$(MAKE) -j2 --output-sync=target --keep-going check-static check-tests || \
+	  { echo "make check: FAILED, after $$((SECONDS - started)) s"; exit 1; }; \
+	echo "make check: ok, in $$((SECONDS - started)) s"
+
+check-tests: $(VENV)/.dev
+	@echo "== Tests: $(FAST_TESTS)"
+	@$(BIN)/python -m pytest -q $(FAST_TESTS)
+
+check-static: $(VENV)/.dev
 	@echo "== Format, lint"
 	@$(BIN)/ruff format --check -q . || { echo "run: ruff format ."; exit 1; }
 	@$(BIN)/ruff check -q .
-	@echo "== Types"
-	@$(BIN)/pyright --level error > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
 	@echo "== Imports"
 	@$(BIN)/lint-imports > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@echo "== Protos"
+	@$(BIN)/python hatch_build.py check
 	@$(BIN)/python hatch_build.py image $(VENV)/image.binpb
 	@$(BIN)/buf lint $(VENV)/image.binpb --config buf.yaml
 	@$(BIN)/buf breaking $(VENV)/image.binpb --against proto/baseline.binpb --config buf.yaml || \
 	  { echo "the protos break the committed contract; if that is meant: make proto-baseline"; exit 1; }
 	@cd proto && ../$(BIN)/buf format --diff --exit-code . > ../$(VENV)/format.log || { cat ../$(VENV)/format.log; exit 1; }
+	@echo "== Types"
+	@$(BIN)/pyright --level error > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
 
 proto: $(VENV)/.dev
 	@$(BIN)/python hatch_build.py

@@ -118,8 +118,8 @@ class StalenessMachine:
     """The environment of a position: a pure function."""
     over_sampling: float = 1.0
     """Multiplies `groups_per_step` in the admission bound only."""
-    age_out: Mapping[str, AgeOut] = field(default_factory=dict)
-    quotas: Mapping[str, int] = field(default_factory=dict)
+    age_out: Mapping[str, AgeOut] = field(default_factory=dict[str, AgeOut])
+    quotas: Mapping[str, int] = field(default_factory=dict[str, int])
     """Groups of each environment in a step. They yield rather than stall: see `_selection`."""
     quota_patience_groups: int | None = None
     """Scored groups beyond `groups_per_step` at which quotas yield; None means half of that."""
@@ -130,10 +130,10 @@ class StalenessMachine:
     sealed_step: int = 0
     trained_step: int = 0
     next_position: int = 0
-    outcomes: dict[Outcome, int] = field(default_factory=dict)
-    _open: dict[int, Group] = field(default_factory=dict)
-    _scored: dict[int, Group] = field(default_factory=dict)
-    _waiting: dict[int, Group] = field(default_factory=dict)
+    outcomes: dict[Outcome, int] = field(default_factory=dict[Outcome, int])
+    _open: dict[int, Group] = field(default_factory=dict[int, Group])
+    _scored: dict[int, Group] = field(default_factory=dict[int, Group])
+    _waiting: dict[int, Group] = field(default_factory=dict[int, Group])
 
     # ---- admission
 

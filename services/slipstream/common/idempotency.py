@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
-
 from slipstream.common.errors import RequestIdReused
 
 ResponseT = TypeVar("ResponseT")
@@ -36,12 +34,12 @@ class RequestMemory:
         self._ttl_s = ttl_s
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
 
-    async def once(self, request: Message, run: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
+    async def once(self, request: Any, run: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
         """Run the call, or answer as it was answered. Raises `RequestIdReused` on the same id with another body."""
-        request_id: str = request.request_id  # type: ignore[attr-defined]
+        request_id: str = request.request_id
         if not request_id:
             return await run()
-        key = (request.DESCRIPTOR.full_name, request_id)
+        key: tuple[str, str] = (request.DESCRIPTOR.full_name, request_id)
         digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest()
         while True:
             self._expire()

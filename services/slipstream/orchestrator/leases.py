@@ -19,9 +19,9 @@ class Runner:
     runner_id: str
     epoch: str
     expires_at: float
-    attempts: set[AttemptKey] = field(default_factory=set)
-    cancellations: dict[AttemptKey, str] = field(default_factory=dict)
-    told: set[AttemptKey] = field(default_factory=set)
+    attempts: set[AttemptKey] = field(default_factory=set[AttemptKey])
+    cancellations: dict[AttemptKey, str] = field(default_factory=dict[AttemptKey, str])
+    told: set[AttemptKey] = field(default_factory=set[AttemptKey])
     """Cancellations that its last heartbeat returned."""
     wake: Signal = field(default_factory=Signal)
     spool_full: bool = False

@@ -35,8 +35,8 @@ class Sandbox:
     max_limits: Limits
     lease_ttl_s: float
     expires_s: float
-    files: dict[str, bytes] = field(default_factory=dict)
-    executions: set[Execution] = field(default_factory=set)
+    files: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    executions: set[Execution] = field(default_factory=set[Execution])
 
     @property
     def files_bytes(self) -> int:

@@ -43,7 +43,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, each with one reference; cached ones lose their content. The caller checked the room."""
-        blocks = []
+        blocks: list[int] = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
@@ -58,7 +58,7 @@ class BlockPool:
 
     def match(self, hashes: Sequence[int]) -> list[int]:
         """Blocks of the longest known prefix; takes no reference."""
-        blocks = []
+        blocks: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is None:
@@ -92,7 +92,7 @@ class BlockPool:
 
     def register(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
         """Make held, filled blocks findable. A hash that is known already keeps its block."""
-        stored = []
+        stored: list[int] = []
         for block, block_hash in zip(blocks, hashes, strict=True):
             if block_hash not in self._block_of and block not in self._hash_of:
                 self._block_of[block_hash] = block
@@ -107,7 +107,7 @@ class BlockPool:
             self._events_lost = False
             self._events.clear()
             return [KvEvent("cleared"), KvEvent("stored", tuple(self._block_of))]
-        events = []
+        events: list[KvEvent] = []
         while self._events:
             events.append(self._events.popleft())
         return events

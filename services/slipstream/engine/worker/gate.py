@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from slipstream.api.types.v1 import types_pb2
@@ -29,7 +29,7 @@ class WorkerGate:
         self.draining = False
 
     @contextmanager
-    def admitted(self, worker_epoch: str, min_version: types_pb2.PolicyVersion) -> Iterator[None]:
+    def admitted(self, worker_epoch: str, min_version: types_pb2.PolicyVersion) -> Generator[None, None, None]:
         """Check a request and count it while it runs."""
         self._check(worker_epoch, PolicyVersion.from_proto(min_version))
         self.active += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from slipstream.engine.base import KvEvent
@@ -30,7 +30,7 @@ class KvEventLog:
         self._followers: set[KvFollower] = set()
 
     @contextmanager
-    def follower(self) -> Iterator[KvFollower]:
+    def follower(self) -> Generator[KvFollower, None, None]:
         follower = KvFollower()
         self._followers.add(follower)
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -289,7 +289,7 @@ class WorkerUpdates:
         return self._open
 
     @contextmanager
-    def _call(self, update: OpenUpdate) -> Iterator[None]:
+    def _call(self, update: OpenUpdate) -> Generator[None, None, None]:
         """A call of an update: its lease does not run out meanwhile and is renewed at the end."""
         update.calls += 1
         try:
