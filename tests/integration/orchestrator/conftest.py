@@ -118,6 +118,7 @@ class World:
         self.broadcaster: FakeBroadcaster = neighbours["broadcaster"]
         self.rows: FakeRows = neighbours["rows"]
         self.calls: list[tuple[str, str, str]] = neighbours["calls"]
+        self.address: str = neighbours["address"]
         self.runners: Any = runner_pb2_grpc.RunnerServiceStub(channel)
         self.batches: Any = batch_pb2_grpc.BatchServiceStub(channel)
         self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
@@ -306,7 +307,13 @@ def make_world(make_config: Callable[..., OrchestratorConfig], valkey_url: str) 
             stack.push_async_callback(service.stop)
             channel = open_channel(f"127.0.0.1:{service.port}")
             stack.push_async_callback(channel.close)
-            neighbours = {"workers": workers, "broadcaster": broadcaster, "rows": rows, "calls": calls}
+            neighbours: dict[str, Any] = {
+                "workers": workers,
+                "broadcaster": broadcaster,
+                "rows": rows,
+                "calls": calls,
+                "address": f"127.0.0.1:{service.port}",
+            }
             async with asyncio.TaskGroup() as group:
                 loops = [group.create_task(_forever(loop)) for loop in orchestrator.loops.values()]
                 try:

@@ -1,0 +1,191 @@
+"""The client for asyncio code: the methods of `Client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from slipstream.api.rollout.v1 import rollout_pb2_grpc
+from slipstream.api.rollout.v1.rollout_pb2 import GetRolloutRequest
+from slipstream.api.run.v1 import run_pb2_grpc
+from slipstream.api.run.v1.run_pb2 import GetRunRequest, WatchRunRequest
+from slipstream_client.attempts import Attempts
+from slipstream_client.client import DEFAULT_TIMEOUT_S, WATCH_PATIENCE_S
+from slipstream_client.connection import Connection, Tls
+from slipstream_client.requests import Labels, cancel_request, create_request, list_request, watch_request
+from slipstream_client.rollout import Rollout, Sampling
+from slipstream_client.run import Run
+
+
+class AsyncClient:
+    """Creates, watches and cancels rollouts of a run. Belongs to the event loop it is first used in.
+
+    `timeout_s` bounds every call, its repeats included; a watch lasts until its `timeout_s`, and gives up when the
+    server does not answer for a minute. Whatever fails raises a `SlipstreamClientError`.
+    """
+
+    def __init__(self, connection: Connection, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._address = connection.address
+        self._metadata = connection.metadata
+        self._timeout_s = timeout_s
+        self._channel = connection.open_aio()
+        self._rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self._runs: Any = run_pb2_grpc.RunServiceStub(self._channel)
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        token: str | None = None,
+        token_file: Path | str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Self:
+        """A client of the orchestrator at `host:port`. The connection is made by the first call."""
+        return cls(Connection.to(address, token, token_file, tls), timeout_s)
+
+    @classmethod
+    def of_run(cls, run_dir: Path | str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Self:
+        """A client of the run in a directory, `runs/demo` say, with the token that lies there."""
+        return cls(Connection.of_run(run_dir), timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def create_rollout(
+        self,
+        *,
+        environment: str | None = None,
+        split: str = "train",
+        index: int = 0,
+        prompt: str | None = None,
+        sample_count: int = 1,
+        sampling: Sampling | None = None,
+        labels: Labels | None = None,
+        include_tokens: bool = False,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Rollout:
+        """Ask for a group of rollouts: of a task of an environment, scored by it, or of a prompt of your own.
+
+        Repeats after a broken connection create nothing twice. Give a `request_id` of your own to have that
+        across two calls of this method as well.
+        """
+        request = create_request(
+            environment=environment,
+            split=split,
+            index=index,
+            prompt=prompt,
+            sample_count=sample_count,
+            sampling=sampling,
+            labels=labels,
+            include_tokens=include_tokens,
+            request_id=request_id,
+        )
+        return Rollout.from_proto((await self._call(self._rollouts.CreateRollout, request, timeout_s)).rollout)
+
+    async def get_rollout(self, group_id: str, *, timeout_s: float | None = None) -> Rollout:
+        """The group as it is now."""
+        request = GetRolloutRequest(group_id=group_id)
+        return Rollout.from_proto((await self._call(self._rollouts.GetRollout, request, timeout_s)).rollout)
+
+    async def list_rollouts(
+        self, *, labels: Labels | None = None, page_size: int = 100, timeout_s: float | None = None
+    ) -> AsyncGenerator[Rollout, None]:
+        """All groups that the run keeps, oldest first; fetched page by page, `timeout_s` for each."""
+        token = ""
+        while True:
+            page = await self._call(self._rollouts.ListRollouts, list_request(page_size, token, labels), timeout_s)
+            for rollout in page.rollouts:
+                yield Rollout.from_proto(rollout)
+            token = page.next_page_token
+            if not token:
+                return
+
+    async def watch_rollouts(
+        self,
+        after_sequence: int = 0,
+        *,
+        group_id: str = "",
+        labels: Labels | None = None,
+        timeout_s: float = math.inf,
+    ) -> AsyncGenerator[Rollout, None]:
+        """Groups as they change, each change once, until the run ends (with `group_id`, until that group has).
+
+        Goes on by itself where a broken connection cut it. `after_sequence` leaves out what was seen before.
+        Raises `DeadlineExceeded` after `timeout_s`.
+        """
+        attempts = Attempts(self._address, WATCH_PATIENCE_S, timeout_s)
+        while True:
+            request = watch_request(after_sequence, group_id, labels)
+            stream = self._rollouts.WatchRollouts(request, timeout=attempts.stream_s, metadata=self._metadata)
+            try:
+                async for message in stream:
+                    attempts.answered()
+                    if message.rollout.sequence > after_sequence:
+                        after_sequence = message.rollout.sequence
+                        yield Rollout.from_proto(message.rollout)
+                return
+            except grpc.RpcError as error:
+                await asyncio.sleep(attempts.pause_s(error, stream=True))
+            finally:
+                stream.cancel()
+
+    async def wait_rollout(self, group_id: str, *, timeout_s: float = math.inf) -> Rollout:
+        """The group once it has ended. Raises `DeadlineExceeded` after `timeout_s`."""
+        async with aclosing(self.watch_rollouts(group_id=group_id, timeout_s=timeout_s)) as changes:
+            async for rollout in changes:
+                if rollout.ended:
+                    return rollout
+        return await self.get_rollout(group_id)
+
+    async def cancel_rollout(self, group_id: str, *, timeout_s: float | None = None) -> Rollout:
+        """Cancel a group, and return it; one that has ended stays as it is."""
+        return Rollout.from_proto(
+            (await self._call(self._rollouts.CancelRollout, cancel_request(group_id), timeout_s)).rollout
+        )
+
+    async def get_run(self, *, timeout_s: float | None = None) -> Run:
+        """The run as it is now."""
+        return Run.from_proto((await self._call(self._runs.GetRun, GetRunRequest(), timeout_s)).run)
+
+    async def watch_run(self, *, timeout_s: float = math.inf) -> AsyncGenerator[Run, None]:
+        """The run, now and each time it changes, until it has ended. Raises `DeadlineExceeded` after `timeout_s`."""
+        attempts = Attempts(self._address, WATCH_PATIENCE_S, timeout_s)
+        last: Run | None = None
+        while True:
+            stream = self._runs.WatchRun(WatchRunRequest(), timeout=attempts.stream_s, metadata=self._metadata)
+            try:
+                async for message in stream:
+                    attempts.answered()
+                    run = Run.from_proto(message.run)
+                    if run != last:
+                        last = run
+                        yield run
+                return
+            except grpc.RpcError as error:
+                await asyncio.sleep(attempts.pause_s(error, stream=True))
+            finally:
+                stream.cancel()
+
+    async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        attempts = Attempts(self._address, self._timeout_s if timeout_s is None else timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=attempts.call_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                await asyncio.sleep(attempts.pause_s(error))
