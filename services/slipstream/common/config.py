@@ -3,6 +3,7 @@
     slipstream-router @ base.toml @ overlay.toml --admission.groups-per-step=8
 
 Defaults < files from left to right < flags from left to right. A docstring under a field is its help text.
+Reading is in `config_files.py`, messages in `config_errors.py`, help in `config_help.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-import tomllib
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Literal, NamedTuple, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, ConfigDict, Field
 
+from slipstream.common.config_errors import ConfigError, suggest
+from slipstream.common.config_files import load_config
+from slipstream.common.config_help import help_text
 from slipstream.common.toml import dump_toml
 
 __all__ = ["ENVIRONMENT", "BaseConfig", "ConfigError", "ServiceConfig", "cli", "dump_toml", "load_config"]
@@ -28,11 +29,13 @@ ENVIRONMENT = os.environ
 
 Config = TypeVar("Config", bound="BaseConfig")
 
+BARE_FLAGS = ("dry-run", "help")
+
 
 class BaseConfig(BaseModel):
-    """Base of every config section: unknown keys are errors, values do not change after loading."""
+    """Base of every config section: unknown keys are errors, values do not change after loading, numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ListenConfig(BaseConfig):
@@ -101,278 +104,82 @@ class ServiceConfig(BaseConfig):
     """Seed of everything random in the run."""
 
 
-class ConfigError(Exception):
-    """A config that cannot be used, in one sentence with its place."""
+class Arguments(NamedTuple):
+    """A command line, taken apart."""
 
-
-def load_config(config_class: type[Config], files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
-    """Build a config from TOML files and `section.field=value` overrides. Raises `ConfigError`."""
-    data: dict[str, Any] = {}
-    origin: dict[tuple[str, ...], str] = {}
-    for file in files:
-        values = _normalise(_read_toml(Path(file)), config_class)
-        _record(values, str(file), origin)
-        _merge(data, values)
-    for override in overrides:
-        path, _, text = override.partition("=")
-        keys = path.split(".")
-        names = [key.replace("-", "_") for key in keys]
-        values = _normalise(_nest(keys, _parse_value(text, _annotation(config_class, names))), config_class)
-        _record(values, f"--{path}", origin)
-        _merge(data, values)
-    try:
-        return config_class.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(_explain(config_class, error, origin)) from None
+    files: list[Path]
+    overrides: list[str]
+    """`section.field=value`."""
+    dry_run: bool = False
+    help: str | None = None
+    """The section asked for, empty for all of them."""
 
 
 def cli(config_class: type[Config], argv: Sequence[str] | None = None) -> Config:
     """Read the command line of a service. Exits: 0 after `--help` or `--dry-run`, 2 on a config that is wrong."""
     try:
-        files, overrides, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
-        if "help" in flags:
-            print(help_text(config_class))
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.help is not None:
+            print(help_text(config_class, Path(sys.argv[0]).name, arguments.help))
             sys.exit(0)
-        config = load_config(config_class, files, overrides)
+        config = load_config(config_class, arguments.files, arguments.overrides)
     except ConfigError as error:
         _fail(str(error))
-    if "dry-run" in flags:
+    if arguments.dry_run:
         print(dump_toml(config), end="")
         sys.exit(0)
     return config
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[list[Path], list[str], set[str]]:
-    """Split a command line into config files, `section.field=value` overrides and bare flags."""
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Split a command line into config files, overrides and bare flags. Raises `ConfigError` with what was meant."""
     files: list[Path] = []
     overrides: list[str] = []
-    flags: set[str] = set()
-    rest = iter(argv)
-    for argument in rest:
-        if argument == "@" or (argument.startswith("@") and len(argument) > 1):
-            file = argument[1:] or next(rest, None)
-            if file is None:
+    dry_run, topic = False, None
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument.startswith("@"):
+            file = argument[1:] or (rest.pop(0) if rest else "")
+            if not file:
                 raise ConfigError("a config file must follow '@'")
             files.append(Path(file))
-        elif argument in ("--help", "-h", "--dry-run"):
-            flags.add("dry-run" if argument == "--dry-run" else "help")
-        elif argument.startswith("--") and len(argument) > 2:
-            name, equals, value = argument[2:].partition("=")
-            if not equals:
-                following = next(rest, None)
-                if following is None:
-                    raise ConfigError(f"--{name} needs a value: --{name}=VALUE")
-                value = following
-            overrides.append(f"{name}={value}")
+        elif argument == "--dry-run":
+            dry_run = True
+        elif argument in ("--help", "-h") or argument.startswith("--help="):
+            word = argument.partition("=")[2] or (rest.pop(0) if rest and rest[0][:1] not in ("-", "@") else "")
+            topic = word.removeprefix("--")
+        elif argument.startswith("--") and argument[2:3] not in ("", "="):
+            overrides.append(_override(argument[2:], rest))
         else:
-            raise ConfigError(f"unexpected argument {argument!r}; expected '@ FILE.toml' or '--section.field=VALUE'")
-    return files, overrides, flags
+            raise ConfigError(f"unexpected argument {argument!r}{_meant(argument)}")
+    return Arguments(files, overrides, dry_run, topic)
 
 
-def help_text(config_class: type[BaseConfig], program: str | None = None) -> str:
-    """All fields with type, default and help, one section after another."""
-    program = program or Path(sys.argv[0]).name
-    lines = [f"usage: {program} [@ FILE.toml]... [--section.field=VALUE]... [--dry-run] [--help]", ""]
-    if config_class.__doc__:
-        lines += [config_class.__doc__.strip().splitlines()[0], ""]
-    for path, annotation, default, text in _fields(config_class, ()):
-        shown = "" if default is PydanticUndefined else f" (default {default!r})" if default != "" else ""
-        lines.append(f"  --{'.'.join(path).replace('_', '-')}  {_type_name(annotation)}{shown}")
-        lines += [f"      {line}" for line in (text or "").splitlines()]
-    return "\n".join(lines)
+def _override(argument: str, rest: list[str]) -> str:
+    """`name=value` of a flag; its value may be the next argument."""
+    name, equals, value = argument.partition("=")
+    near = difflib.get_close_matches(name, BARE_FLAGS, n=1, cutoff=0.75) if "." not in name else []
+    if near and (name in BARE_FLAGS or not equals):
+        takes = "takes no value" if name in BARE_FLAGS else f"is no flag{suggest([f'--{near[0]}'])}"
+        raise ConfigError(f"--{name} {takes}")
+    if not equals:
+        if not rest or rest[0].startswith("--") or rest[0] == "@":
+            raise ConfigError(f"--{name} needs a value: --{name}=VALUE")
+        value = rest.pop(0)
+    return f"{name}={value}"
+
+
+def _meant(argument: str) -> str:
+    if argument.endswith(".toml") or Path(argument).is_file():
+        return f"; a config file follows an '@': @ {argument}"
+    if "=" in argument:
+        return f"; did you mean '--{argument.lstrip('-')}'?"
+    if argument.startswith("-"):
+        return "; flags are --section.field=VALUE, --dry-run and --help"
+    return "; expected '@ FILE.toml' or '--section.field=VALUE'"
 
 
 def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        raise ConfigError(f"{path}: no such file{_suggest(near)}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
-
-
-def _normalise(value: Any, annotation: Any) -> Any:
-    """Write dashes in field names as underscores; keys of free tables, such as names of peers, stay as they are."""
-    if isinstance(value, list):
-        return [_normalise(item, annotation) for item in value]
-    if not isinstance(value, dict):
-        return value
-    models = _models(annotation)
-    if any(get_origin(member) is dict for member in _members(annotation)):
-        item_annotation = next(get_args(m)[1] for m in _members(annotation) if get_origin(m) is dict)
-        return {key: _normalise(item, item_annotation) for key, item in value.items()}
-    if not models:
-        return value
-    table = {}
-    for key, item in value.items():
-        name = key.replace("-", "_")
-        field = next((m.model_fields[name] for m in models if name in m.model_fields), None)
-        table[name] = _normalise(item, field.annotation if field else None)
-    return table
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """Lay `over` on `base`: tables merge, a table of another variant and everything else replaces."""
-    for key, value in over.items():
-        old = base.get(key)
-        other_variant = isinstance(value, dict) and isinstance(old, dict) and value.get("type", old.get("type"))
-        if isinstance(value, dict) and isinstance(old, dict) and other_variant == old.get("type"):
-            _merge(old, value)
-        else:
-            base[key] = value
-
-
-def _record(values: dict[str, Any], place: str, origin: dict[tuple[str, ...], str], at: tuple[str, ...] = ()) -> None:
-    for key, value in values.items():
-        origin[(*at, key)] = place
-        if isinstance(value, dict):
-            _record(value, place, origin, (*at, key))
-
-
-def _nest(keys: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
-
-
-def _parse_value(text: str, annotation: Any) -> Any:
-    """A flag's text as a TOML value; text that is not TOML, or that a string field takes, is a string."""
-    if annotation is not None and _takes_only_text(annotation):
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _takes_only_text(annotation: Any) -> bool:
-    kinds = set(_members(annotation)) - {type(None)}
-    return bool(kinds) and all(kind in (str, Path) for kind in kinds)
-
-
-def _members(annotation: Any) -> Iterator[Any]:
-    """The alternatives of a type: of `A | B`, of `Annotated[A | B, ...]`."""
-    if get_origin(annotation) is Annotated:
-        yield from _members(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _members(argument)
-    else:
-        yield annotation
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes that a field, or each item of a list or table field, can hold."""
-    found: list[type[BaseModel]] = []
-    for member in _members(annotation):
-        if isinstance(member, type) and issubclass(member, BaseModel):
-            found.append(member)
-        elif get_origin(member) in (list, tuple, dict):
-            for argument in get_args(member):
-                found += _models(argument)
-    return found
-
-
-def _annotation(config_class: type[BaseModel], keys: list[str]) -> Any:
-    """Type of the field at `keys`, or None where there is none."""
-    models: list[type[BaseModel]] = [config_class]
-    annotation = None
-    for key in keys:
-        field = next((m.model_fields[key] for m in models if key in m.model_fields), None)
-        if field is None:
-            return None
-        annotation = field.annotation
-        models = _models(annotation)
-    return annotation
-
-
-def _fields(
-    config_class: type[BaseModel], at: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], Any, Any, str | None]]:
-    """Every leaf field below `config_class`: path, type, default, help."""
-    for name, field in config_class.model_fields.items():
-        nested = [m for m in _members(field.annotation) if isinstance(m, type) and issubclass(m, BaseModel)]
-        if nested:
-            for model in nested:
-                yield from _fields(model, (*at, name))
-        else:
-            default = PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
-            yield (*at, name), field.annotation, default, field.description
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(str(value) for value in get_args(annotation))
-    if isinstance(annotation, type) and get_origin(annotation) is None:
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("pathlib._local.", "").replace("pathlib.", "")
-
-
-def _explain(config_class: type[BaseModel], error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
-    """The first problem of a validation error as one line: place, key, what is wrong, what was meant."""
-    problems = error.errors(include_url=False)
-    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    keys = _real_keys(config_class, problem["loc"])
-    dotted = ".".join(keys) or config_class.__name__
-    place = next((origin[tuple(keys[:n])] for n in range(len(keys), 0, -1) if tuple(keys[:n]) in origin), "")
-    prefix = f"{place}: " if place else ""
-    if problem["type"] == "extra_forbidden":
-        return f"{prefix}unknown key {dotted!r}{_suggest(_near_keys(config_class, keys))}"
-    if problem["type"] == "missing":
-        return f"{prefix}{dotted!r} is required"
-    message = problem["msg"].removeprefix("Value error, ")
-    shown = problem.get("input")
-    got = "" if isinstance(shown, dict | BaseModel) else f" (got {shown!r})"
-    return f"{prefix}{dotted}: {message[:1].lower()}{message[1:]}{got}"
-
-
-def _real_keys(config_class: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Keys as written in TOML: pydantic puts the tag or class name of a union's variant into its location."""
-    models: list[type[BaseModel]] = [config_class]
-    keys: list[str] = []
-    for index, part in enumerate(loc):
-        fields = [m.model_fields[str(part)] for m in models if str(part) in m.model_fields]
-        if fields:
-            models = [n for field in fields for n in _models(field.annotation)]
-        elif isinstance(part, str) and index < len(loc) - 1 and keys and (_is_tag(models, part) or "[" in part):
-            models = [m for m in models if _has_tag(m, part)] or models
-            continue
-        keys.append(str(part))
-    return keys
-
-
-def _is_tag(models: list[type[BaseModel]], part: str) -> bool:
-    return any(_has_tag(model, part) for model in models)
-
-
-def _has_tag(model: type[BaseModel], part: str) -> bool:
-    field = model.model_fields.get("type")
-    return model.__name__ == part or (field is not None and part in get_args(field.annotation))
-
-
-def _near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
-    """What may have been meant by a wrong last key: a sibling first, else the same name elsewhere."""
-    models: list[type[BaseModel]] = [config_class]
-    for key in keys[:-1]:
-        models = [n for m in models if key in m.model_fields for n in _models(m.model_fields[key].annotation)] or models
-    siblings = [name for model in models for name in model.model_fields]
-    near = difflib.get_close_matches(keys[-1], siblings, n=1)
-    if near:
-        return [".".join([*keys[:-1], near[0]])]
-    every = {".".join(path): path[-1] for path, *_ in _fields(config_class, ())}
-    return [dotted for dotted, name in every.items() if name == keys[-1]][:1] or difflib.get_close_matches(
-        ".".join(keys), every, n=1
-    )
-
-
-def _suggest(near: Sequence[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""

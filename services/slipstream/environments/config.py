@@ -16,17 +16,14 @@ from pydantic import Field, model_validator
 from slipstream.common.config import BaseConfig
 
 
-class BaseEnvironmentConfig(BaseConfig):
-    """What every environment has."""
+class SequencedConfig(BaseConfig):
+    """What the orchestrator is told of an environment: all but what the environment's own code is."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Its name in the run: in records, metrics and reports. Empty takes the type's."""
 
     weight: float = Field(default=1.0, gt=0)
     """Its part of the training mixture, relative to the others."""
-
-    seed: int | None = Field(default=None, ge=0)
-    """Seed of its tasks and of the split into training and held-out ones. Unset takes the run's."""
 
     age_out: Literal["regenerate", "hold", "mask"] = "regenerate"
     """What happens to groups that grow too old to be trained: start again once, make the step wait for them, or
@@ -42,13 +39,24 @@ class BaseEnvironmentConfig(BaseConfig):
     """Sampling temperature of training rollouts. Held-out tasks are answered greedily."""
 
     max_new_tokens: int = Field(default=10, ge=1)
-    """Tokens a rollout may draw, the end token included."""
+    """Tokens a rollout may draw per turn, the end token included."""
 
     deadline_s: float = Field(default=120.0, gt=0)
     """A group that takes longer fails."""
 
+
+class BaseEnvironmentConfig(SequencedConfig):
+    """What every environment has."""
+
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of its tasks and of the split into training and held-out ones. Unset takes the run's."""
+
     demonstration_weight: float = Field(default=1.0, ge=0)
     """Its part of the demonstrations of the supervised warm-up, relative to the others."""
+
+    def sequenced(self) -> dict[str, Any]:
+        """The orchestrator's part of it."""
+        return {name: getattr(self, name) for name in SequencedConfig.model_fields}
 
 
 class SpellBackwardConfig(BaseEnvironmentConfig):

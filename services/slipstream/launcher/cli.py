@@ -5,12 +5,15 @@ slipstream rl @ examples/demo.toml --run.seed 1
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slipstream.common.config import ConfigError, dump_toml, help_text, load_config, parse_arguments
+from slipstream.common.config import ConfigError, dump_toml, parse_arguments
+from slipstream.common.config_files import load_with_origins
+from slipstream.common.config_help import help_text
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run
 
@@ -47,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run_command(rest))
     except (ConfigError, LauncherError) as error:
         _fail(str(error))
+    except BrokenPipeError:  # `slipstream rl --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except KeyboardInterrupt:  # before or after the session, which handles it itself
         sys.exit(130)
 
@@ -114,15 +120,17 @@ def _version(arguments: list[str]) -> int:
 def load(arguments: Sequence[str], program: str) -> RunConfig | None:
     """The configuration of a run, or None when it was only to be shown or explained."""
     from slipstream.launcher.config import RUN_CONFIG
+    from slipstream.launcher.preflight import preflight
     from slipstream.launcher.resolve import check
 
-    files, overrides, flags = parse_arguments(arguments)
-    if "help" in flags:
-        print(help_text(RUN_CONFIG, program))
+    given = parse_arguments(arguments)
+    if given.help is not None:
+        print(help_text(RUN_CONFIG, program, given.help))
         return None
-    config = load_config(RUN_CONFIG, files, overrides)
-    check(config)
-    if "dry-run" in flags:
+    config, origins = load_with_origins(RUN_CONFIG, given.files, given.overrides)
+    check(config, origins)
+    preflight(config, origins)
+    if given.dry_run:
         print(dump_toml(config), end="")
         return None
     return config

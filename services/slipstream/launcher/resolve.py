@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from slipstream.common.config import ConfigError, ServiceConfig
+from slipstream.common.config_errors import Origins, explain
+from slipstream.launcher.combinations import check_combinations
 from slipstream.launcher.config import FILLED, REPLICATED, SERVICES, RunConfig
 from slipstream.launcher.ports import LOOPBACK, port_of
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
-from slipstream.orchestrator.config import EnvironmentConfig as SequencedConfig
 
 MAX_DRAIN_S = 5.0
 DRAIN_FRACTION = 0.25
 """Part of the stop timeout that a service may drain for; it is killed some seconds later."""
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 def replicas_of(config: RunConfig) -> list[str]:
@@ -32,24 +31,38 @@ def replicas_of(config: RunConfig) -> list[str]:
 
 
 def resolve(
-    config: RunConfig, run: RunDir, endpoints: Mapping[str, str], *, redis_url: str
+    config: RunConfig,
+    run: RunDir,
+    endpoints: Mapping[str, str],
+    *,
+    redis_url: str,
+    origins: Origins | None = None,
 ) -> dict[str, ServiceConfig]:
     """The configuration of each process. Raises `ConfigError` for what does not fit together."""
     shared = _shared_values(config, run, endpoints)
+    origins = origins or Origins()
     return {
-        replica: _resolve_one(config, run, replica, address, shared, redis_url)
+        replica: _resolve_one(config, run, replica, address, shared, redis_url, origins)
         for replica, address in endpoints.items()
     }
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, origins: Origins | None = None) -> None:
     """Resolve with made-up addresses, so that what is wrong is said before anything is made."""
+    origins = origins or Origins()
+    check_combinations(config, origins)
     endpoints = {replica: f"{LOOPBACK}:{port}" for port, replica in enumerate(replicas_of(config), start=1)}
-    resolve(config, RunDir(Path(config.run.name)), endpoints, redis_url="redis://localhost")
+    resolve(config, RunDir(Path(config.run.name)), endpoints, redis_url="redis://localhost", origins=origins)
 
 
 def _resolve_one(
-    config: RunConfig, run: RunDir, replica: str, address: str, shared: Mapping[str, Any], redis_url: str
+    config: RunConfig,
+    run: RunDir,
+    replica: str,
+    address: str,
+    shared: Mapping[str, Any],
+    redis_url: str,
+    origins: Origins,
 ) -> ServiceConfig:
     service = service_of(replica)
     config_class = SERVICES[service]
@@ -67,10 +80,13 @@ def _resolve_one(
         "seed": config.run.seed,
     }
     if service == "orchestrator":
-        values["environments"] = [_sequenced(table) for table in shared["environments"]]
+        values["environments"] = [environment.sequenced() for environment in config.environments]
     if service == "trainer":
         values["optim"] = {**values.get("optim", {}), "total_steps": _setting(config, "orchestrator", "total_steps")}
-    return _validate(config_class, values, service)
+    try:
+        return config_class.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(config_class, error, origins, service)) from None
 
 
 def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str]) -> dict[str, Any]:
@@ -89,33 +105,11 @@ def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str])
         "model": config.model.model_dump(exclude_unset=True),
         "sft": config.sft.model_dump(exclude_unset=True),
         "model_dir": run.path / "model",
-        "block_size_tokens": _block_size_tokens(config),
+        "block_size_tokens": _setting(config, "decode", "engine").block_size_tokens,
         "evaluate_before": config.evaluation.before,
         "evaluate_after": config.evaluation.after,
     }
 
 
-def _sequenced(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What the orchestrator knows of an environment: all but what its code is told."""
-    return {name: value for name, value in environment.items() if name in SequencedConfig.model_fields}
-
-
-def _block_size_tokens(config: RunConfig) -> int:
-    """One size for the run: prefix hashes and KV blocks have to match everywhere."""
-    prefill, decode = (_setting(config, role, "engine").block_size_tokens for role in ("prefill", "decode"))
-    if prefill != decode:
-        raise ConfigError(f"prefill.engine.block_size_tokens is {prefill}, decode.engine.block_size_tokens is {decode}")
-    return decode
-
-
 def _setting(config: RunConfig, service: str, name: str) -> Any:
     return getattr(config.section(service), name)
-
-
-def _validate(config_class: type[Model], values: dict[str, Any], service: str) -> Model:
-    try:
-        return config_class.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in (service, *problem["loc"]))
-        raise ConfigError(f"{where}: {problem['msg'].removeprefix('Value error, ')}") from None

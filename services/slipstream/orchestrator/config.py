@@ -7,38 +7,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.environments.config import SequencedConfig
 
 
-class EnvironmentConfig(BaseConfig):
+class EnvironmentConfig(SequencedConfig):
     """One environment of the training mixture."""
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Its configured name, as the runner knows it."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """Its part of the task sequence, relative to the others."""
-
-    age_out: Literal["regenerate", "hold", "mask"] = "regenerate"
-    """What happens to groups that grow too old to be trained: start again once, make the step wait for them, or
-    train only their tokens within the bound."""
-
-    train_task_count: int = Field(default=1_000_000, ge=1)
-    """Tasks of its training set; positions draw from it with replacement."""
-
-    evaluation_task_count: int = Field(default=200, ge=0)
-    """Held-out tasks asked before and after training. 0 leaves it out."""
-
-    temperature: float = Field(default=1.0, gt=0, le=10)
-    """Sampling temperature of training rollouts."""
-
-    max_new_tokens: int = Field(default=10, ge=1)
-    """Tokens a rollout may draw, per turn."""
 
     stop_token_ids: list[int] = Field(default_factory=list)
     """Tokens that end a sample. Empty leaves the choice to the runner, which knows the tokenizer."""
-
-    deadline_s: float = Field(default=120.0, gt=0)
-    """A group that takes longer fails."""
 
 
 class WorkerConfig(BaseConfig):

@@ -78,5 +78,5 @@ class SandboxConfig(ServiceConfig):
     def _defaults_within_bounds(self) -> Self:
         for name in LimitsConfig.model_fields:
             if getattr(self.default_limits, name) > getattr(self.max_limits, name):
-                raise ValueError(f"default_limits.{name} is above max_limits.{name}")
+                raise ValueError(f"default_limits.{name}: is above max_limits.{name}")
         return self

@@ -11,6 +11,8 @@ from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class ModelConfig(MoeConfig):
     """Sizes of the model that training starts from."""
@@ -25,7 +27,7 @@ class OptimConfig(BaseConfig):
     lr: float = Field(default=1e-3, gt=0)
     """Learning rate after the warm-up."""
 
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
     """Decay of the first and second moments."""
 
     weight_decay: float = Field(default=0.01, ge=0)
@@ -92,7 +94,7 @@ class SftConfig(BaseConfig):
     lr: float = Field(default=3e-3, gt=0)
     """Learning rate, constant until the decay."""
 
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     """Decay of the first and second moments."""
 
     balance_coefficient: float = Field(default=0.01, ge=0)

@@ -126,3 +126,9 @@ def test_sizes_survive_hugging_faces_config():
     assert MoeConfig.from_hf(SIZES.to_hf()) == SIZES
     with pytest.raises(ValueError, match="model_type"):
         MoeConfig.from_hf({"model_type": "llama"})
+
+
+@pytest.mark.parametrize("change", [{}, {"n_experts": 3, "top_k": 1}, {"n_kv_heads": 4, "head_dim": 16, "dim": 64}])
+def test_the_sizes_tell_the_number_of_parameters(change):
+    sizes = MoeConfig(vocab_size=101, **change)
+    assert sizes.parameter_count() == sum(parameter.numel() for parameter in build_model(sizes).parameters())

@@ -53,10 +53,19 @@ class MoeConfig(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> MoeConfig:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError("n_kv_heads must divide n_heads")
+            raise ValueError("n_kv_heads: must divide n_heads")
         if self.top_k > self.n_experts:
-            raise ValueError("top_k must not exceed n_experts")
+            raise ValueError("top_k: must not exceed n_experts")
+        if self.head_dim % 2:
+            raise ValueError("head_dim: must be even, as the rotary embedding turns pairs")
         return self
+
+    def parameter_count(self, vocab_size: int | None = None) -> int:
+        """Parameters of the whole model; `vocab_size` where the config leaves it to the tokenizer."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.head_dim
+        experts = self.n_experts * (3 * self.dim * self.expert_dim + self.dim)
+        layers = self.n_layers * (attention + experts + 2 * self.dim)
+        return layers + (2 * (vocab_size or self.vocab_size) + 1) * self.dim
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` that Hugging Face's Qwen3MoeForCausalLM reads."""

@@ -1,0 +1,181 @@
+"""Settings that are each allowed and cannot work together. Pure: reads nothing but the configuration.
+
+| combination | what would happen |
+|---|---|
+| blocks of prefill and decode of different sizes | prefix hashes never match |
+| fewer KV blocks than two whole contexts | the engine does not start |
+| fewer running samples than a group has | no group runs whole |
+| a context that the answer alone fills | every request is refused |
+| a probe longer than the context | no version is ever served |
+| several trainer ranks (one is started) | the others' part of each step is never trained |
+| a warm-up without demonstrations | it has nothing to learn from |
+| an evaluation without tasks | it would report nothing |
+| a store that cannot hold the versions to keep | publishing is refused for ever |
+| a spool that cannot hold the groups of a step | no new group is taken, and the step is never full |
+| a judge that may run longer than the sandbox allows | every execution is refused |
+| a lease shorter than two heartbeats | it ends while its runner lives |
+| workers asked more rarely than they count as away | they are away between two questions |
+
+What looks alike and works: micro-batches shorter than a sequence (it gets one of its own), a rate that rises for longer
+than the run lasts, more groups running than engines have room for (they wait).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from slipstream.common.config_errors import ConfigError, Origins
+from slipstream.environments.config import ExpressionConfig
+from slipstream.launcher.config import RunConfig
+
+Problem = tuple[tuple[str, ...], str]
+"""The keys, the one to change first, and what is wrong with that one."""
+
+HEARTBEAT_S = 1.0
+BYTES_A_PARAMETER = 4
+SPOOLED_BYTES_A_TOKEN = 8
+"""Token id and log-probability of a sampled token: what a runner holds at the least."""
+
+
+def check_combinations(config: RunConfig, origins: Origins) -> None:
+    """Raise `ConfigError` for the first combination that cannot work."""
+    for rule in RULES:
+        for keys, sentence in rule(config):
+            raise ConfigError(f"{origins.located(*keys)} {sentence}")
+
+
+def _engines(config: RunConfig) -> Iterator[Problem]:
+    prefill, decode = config.section("prefill"), config.section("decode")
+    sizes: dict[str, Any] = {"prefill": getattr(prefill, "engine", None), "decode": getattr(decode, "engine", None)}
+    if sizes["prefill"].block_size_tokens != sizes["decode"].block_size_tokens:
+        yield (
+            ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),
+            f"is {sizes['prefill'].block_size_tokens}, decode.engine.block_size_tokens is "
+            f"{sizes['decode'].block_size_tokens}; they must be the same",
+        )
+    for pool, engine in sizes.items():
+        context = config.model.max_context_tokens
+        needed = 2 * -(-context // engine.block_size_tokens)
+        if engine.block_count < needed and not _initial_model(config):
+            yield (
+                (f"{pool}.engine.block_count", f"{pool}.engine.block_size_tokens", "model.max_context_tokens"),
+                f"is {engine.block_count}; two contexts of {context} tokens need at least {needed} blocks of "
+                f"{engine.block_size_tokens} tokens",
+            )
+    samples = _of(config, "orchestrator", "samples_per_group")
+    if sizes["decode"].max_running_samples < samples:
+        yield (
+            ("decode.engine.max_running_samples", "orchestrator.samples_per_group"),
+            f"is {sizes['decode'].max_running_samples}, below orchestrator.samples_per_group = {samples}: "
+            "no group would ever run whole",
+        )
+
+
+def _context(config: RunConfig) -> Iterator[Problem]:
+    if _initial_model(config):
+        return
+    limit = config.model.max_context_tokens
+    for index, environment in enumerate(config.environments):
+        if environment.max_new_tokens >= limit:
+            yield (
+                (f"environments.{index}.max_new_tokens", "model.max_context_tokens"),
+                f"is {environment.max_new_tokens}; with its prompt that must fit model.max_context_tokens = {limit}",
+            )
+    probe = _of(config, "trainer", "probe_tokens")
+    if probe > limit:
+        yield (
+            ("trainer.probe_tokens", "model.max_context_tokens"),
+            f"is {probe}, above model.max_context_tokens = {limit}",
+        )
+
+
+def _ranks(config: RunConfig) -> Iterator[Problem]:
+    ranks = _of(config, "orchestrator", "data_ranks")
+    if ranks != 1:
+        yield ("orchestrator.data_ranks",), f"is {ranks}, but one trainer is started; set it to 1"
+
+
+def _warm_up(config: RunConfig) -> Iterator[Problem]:
+    shown = any(environment.demonstration_weight for environment in config.environments)
+    if config.sft.enabled and not _initial_model(config) and not shown:
+        keys = tuple(f"environments.{index}.demonstration_weight" for index in range(len(config.environments)))
+        yield keys, "is 0, and nothing else has demonstrations to warm up on; raise it or set sft.enabled = false"
+
+
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    asked = any(environment.evaluation_task_count for environment in config.environments)
+    for when in ("before", "after"):
+        if getattr(config.evaluation, when) and not asked:
+            yield (
+                (f"evaluation.{when}", "environments.0.evaluation_task_count"),
+                "is true, but every environment has evaluation_task_count = 0; "
+                f"raise one of them or set evaluation.{when} = false",
+            )
+
+
+def _room(config: RunConfig) -> Iterator[Problem]:
+    kept, store = _of(config, "broadcaster", "keep_version_count"), _of(config, "broadcaster", "max_store_bytes")
+    needed = (kept + 1) * BYTES_A_PARAMETER * config.model.parameter_count(config.model.vocab_size or 2)
+    if store < needed and not _initial_model(config):
+        yield (
+            ("broadcaster.max_store_bytes", "broadcaster.keep_version_count"),
+            f"is {store}; {kept} kept versions of this model and a new one need {needed} bytes",
+        )
+    orchestrator: Any = config.section("orchestrator")
+    rollouts = orchestrator.groups_per_step * orchestrator.samples_per_group
+    shortest = min(environment.max_new_tokens for environment in config.environments)
+    spool, runners = _of(config, "runner", "spool_limit_bytes"), config.replicas("runner")
+    if rollouts * shortest * SPOOLED_BYTES_A_TOKEN > spool * runners:
+        yield (
+            ("runner.spool_limit_bytes", "orchestrator.groups_per_step"),
+            f"is {spool}; the {rollouts} rollouts of a step have up to "
+            f"{rollouts * shortest * SPOOLED_BYTES_A_TOKEN} bytes of rows, shared by {runners} runner(s)",
+        )
+
+
+def _sandbox(config: RunConfig) -> Iterator[Problem]:
+    allowed = _of(config, "sandbox", "max_limits").wall_s
+    for index, environment in enumerate(config.environments):
+        if isinstance(environment, ExpressionConfig) and environment.sandbox_wall_s > allowed:
+            yield (
+                (f"environments.{index}.sandbox_wall_s", "sandbox.max_limits.wall_s"),
+                f"is {environment.sandbox_wall_s:g}, above sandbox.max_limits.wall_s = {allowed:g}",
+            )
+
+
+def _leases(config: RunConfig) -> Iterator[Problem]:
+    ttl_s = _of(config, "orchestrator", "runner_lease_ttl_s")
+    if ttl_s < 2 * HEARTBEAT_S:
+        yield (
+            ("orchestrator.runner_lease_ttl_s",),
+            f"is {ttl_s:g}; runners report each second, so at least 2 are needed",
+        )
+    keeper = _of(config, "orchestrator", "keeper")
+    if keeper.away_after_s <= keeper.poll_interval_s:
+        yield (
+            ("orchestrator.keeper.away_after_s", "orchestrator.keeper.poll_interval_s"),
+            f"is {keeper.away_after_s:g}; it must exceed orchestrator.keeper.poll_interval_s = "
+            f"{keeper.poll_interval_s:g}, or every worker counts as away between two questions",
+        )
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _engines,
+    _context,
+    _ranks,
+    _warm_up,
+    _evaluation,
+    _room,
+    _sandbox,
+    _leases,
+)
+
+
+def _of(config: RunConfig, service: str, name: str) -> Any:
+    return getattr(config.section(service), name)
+
+
+def _initial_model(config: RunConfig) -> bool:
+    """Whether the sizes come from a model directory, not from `[model]`."""
+    return _of(config, "trainer", "initial_model") is not None

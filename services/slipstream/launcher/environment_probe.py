@@ -1,0 +1,101 @@
+"""Builds the environments of a configuration and looks at them, in a process of its own: their code may be anyone's.
+
+Reads one JSON object on standard input; its last line of standard output is a JSON list of problems, each the name of
+an environment and a sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from slipstream.common.config import ConfigError
+from slipstream.environments.base import Environment
+from slipstream.environments.config import EnvironmentConfig, ImportedConfig
+from slipstream.environments.registry import build_environments
+from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+
+TASKS_LOOKED_AT = 32
+METHODS = ("task", "prompt", "score", "demonstration")
+
+Problem = tuple[str, str]
+
+
+def probe(
+    configs: Sequence[EnvironmentConfig], seed: int, *, codec: TextCodec, context_tokens: int, demonstrations: bool
+) -> list[Problem]:
+    """What is wrong with the environments. `demonstrations`: the warm-up will ask for some."""
+    problems: list[Problem] = []
+    for config in configs:
+        try:
+            environment = build_environments([config], seed)[config.name]
+            sentence = _judge(config, environment, codec, context_tokens, demonstrations)
+        except ConfigError as error:
+            sentence = str(error).partition(": ")[2]
+        except Exception as error:  # user code
+            sentence = f"{_what(config)} fails with {type(error).__name__}: {error}"
+        if sentence:
+            problems.append((config.name, sentence))
+    return problems
+
+
+def _judge(
+    config: EnvironmentConfig, environment: Environment, codec: TextCodec, context_tokens: int, demonstrations: bool
+) -> str:
+    missing = [name for name in METHODS if not callable(getattr(environment, name, None))]
+    if missing:
+        made = type(environment).__name__
+        return f"{_what(config)} gives a {made}, which is no Environment: it has no {', '.join(missing)}"
+    score = environment.score
+    if inspect.ismethod(score) and not inspect.iscoroutinefunction(score) and not hasattr(score, "__wrapped__"):
+        return f"{_what(config)}: score must be an `async def`"
+    tasks = [environment.task("train", index) for index in range(TASKS_LOOKED_AT)]
+    held_out = min(TASKS_LOOKED_AT, config.evaluation_task_count)
+    tasks += [environment.task("held_out", index) for index in range(held_out)]
+    longest = 0
+    for task in tasks:
+        prompt = environment.prompt(task)
+        if not isinstance(prompt, str) or not prompt:
+            return f"{_what(config)}: prompt gives {prompt!r}, which is no text"
+        longest = max(longest, len(codec.encode(prompt)))
+    if longest + config.max_new_tokens > context_tokens:
+        return (
+            f"a prompt of {longest} tokens and max_new_tokens = {config.max_new_tokens} exceed the model's context of "
+            f"{context_tokens} tokens; raise model.max_context_tokens or lower max_new_tokens"
+        )
+    if demonstrations and config.demonstration_weight:
+        shown = environment.demonstration(0)
+        if shown is None:
+            return "it has no demonstrations for the warm-up; set its demonstration_weight = 0, or sft.enabled = false"
+        if not (isinstance(shown, tuple) and len(shown) == 2 and all(isinstance(part, str) for part in shown)):
+            return f"{_what(config)}: demonstration gives {shown!r}, which is no pair of prompt and answer"
+    return ""
+
+
+def _what(config: EnvironmentConfig) -> str:
+    return config.path if isinstance(config, ImportedConfig) else config.type
+
+
+def main() -> None:
+    asked: dict[str, Any] = json.load(sys.stdin)
+    configs = TypeAdapter(list[EnvironmentConfig]).validate_python(asked["environments"])
+    model = asked["initial_model"]
+    codec = TextCodec.load(Path(model)) if model else TextCodec(build_tokenizer())
+    problems = probe(
+        configs,
+        asked["seed"],
+        codec=codec,
+        context_tokens=asked["context_tokens"],
+        demonstrations=asked["demonstrations"],
+    )
+    print("\n" + json.dumps(problems), flush=True)
+
+
+if __name__ == "__main__":
+    main()

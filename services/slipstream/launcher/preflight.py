@@ -1,0 +1,97 @@
+"""What a configuration names outside of itself: directories, programs and environments. Looked at before any start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from slipstream.common.config import ConfigError
+from slipstream.common.config_errors import Origins, located, suggest
+from slipstream.environments.config import ImportedConfig
+from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
+from slipstream.launcher.config import RunConfig
+from slipstream.models.qwen3_moe.config import MoeConfig
+
+WEIGHTS_FILE = "model.safetensors"
+PROBE_TIMEOUT_S = 120.0
+
+
+def preflight(config: RunConfig, origins: Origins) -> None:
+    """Raise `ConfigError` for the first thing that is not what it should be."""
+    trainer: Any = config.section("trainer")
+    sizes: MoeConfig = config.model
+    if trainer.initial_model is not None:
+        sizes = initial_model(trainer.initial_model, origins.located("trainer.initial_model"))
+    else:
+        _vocabulary(config.model.vocab_size, origins)
+    _bubblewrap(config, origins)
+    _environments(config, origins, sizes, trainer.initial_model)
+
+
+def initial_model(path: Path, where: str = "trainer.initial_model") -> MoeConfig:
+    """The sizes of a model directory. Raises `ConfigError` where it is none."""
+    where = f"{where} {str(path)!r}"
+    if not path.is_dir():
+        raise ConfigError(f"{where} is no directory; it must be the model/ of a run, or of `slipstream sft`")
+    for name in ("config.json", TOKENIZER_FILE, WEIGHTS_FILE):
+        if not (path / name).is_file():
+            below = [str(file.parent) for file in sorted(path.glob("*/" + name))]
+            raise ConfigError(f"{where} has no {name}{suggest(below)}")
+    try:
+        return MoeConfig.load(path)
+    except KeyError as error:
+        raise ConfigError(f"{where}: config.json has no {error}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{where}: config.json cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _vocabulary(vocab_size: int, origins: Origins) -> None:
+    needed = build_tokenizer().get_vocab_size()
+    if 0 < vocab_size < needed:
+        where = origins.located("model.vocab_size")
+        raise ConfigError(f"{where} is {vocab_size}; the tokenizer has {needed} tokens; set it to that, or to 0")
+
+
+def _bubblewrap(config: RunConfig, origins: Origins) -> None:
+    program = getattr(config.section("sandbox"), "bwrap", None)
+    if program is not None and not os.access(program, os.X_OK):
+        raise ConfigError(f"{origins.located('sandbox.bwrap')} {str(program)!r} is no program that can run")
+
+
+def _environments(config: RunConfig, origins: Origins, sizes: MoeConfig, model: Path | None) -> None:
+    """Build every environment in another process: a third party's code may do anything, or never come back."""
+    asked = {
+        "environments": [environment.model_dump(mode="json") for environment in config.environments],
+        "seed": config.run.seed,
+        "initial_model": str(model) if model else None,
+        "context_tokens": sizes.max_context_tokens,
+        "demonstrations": config.sft.enabled and model is None,
+    }
+    command = [sys.executable, "-m", "slipstream.launcher.environment_probe"]
+    imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
+    what = f"{origins.located('environments')}: {', '.join(imported) or 'the built-in ones'}"
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{what} cannot be built within {PROBE_TIMEOUT_S:.0f} s") from None
+    try:
+        problems = json.loads(done.stdout.splitlines()[-1])
+        found = [(str(name), str(sentence)) for name, sentence in problems]
+    except (IndexError, ValueError, TypeError):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"{what} end the process that builds them, exit code {done.returncode}: {last}") from None
+    for name, sentence in found:
+        index = next((str(i) for i, e in enumerate(config.environments) if e.name == name), name)
+        where = located(origins.place(["environments", index]), f"environments.{name}")
+        raise ConfigError(f"{where}: {shorten(sentence)}")
+
+
+def shorten(sentence: str, limit: int = 400) -> str:
+    """User code can say a lot."""
+    return sentence if len(sentence) <= limit else f"{sentence[:limit]}…"

@@ -1,0 +1,233 @@
+"""Every mistake that a configuration or a command line can hold: one line, exit 2, nothing made."""
+
+# ruff: noqa: E501 tables with one case a line
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.launcher.cli import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+BASE = """\
+[[environments]]
+type = "spell_backward"
+
+[[environments]]
+type = "expression"
+"""
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs `slipstream rl` on these words and returns what it says before it exits with 2."""
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").write_text(BASE)
+
+    def run(*words: str) -> str:
+        before = set(tmp_path.iterdir())
+        with pytest.raises(SystemExit) as caught:
+            main(["rl", *words])
+        printed = capsys.readouterr()
+        assert caught.value.code == 2, printed
+        assert printed.out == ""
+        assert printed.err.startswith("error: ")
+        assert printed.err.count("\n") == 1
+        assert set(tmp_path.iterdir()) == before, "nothing was made"
+        return printed.err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[orchestrator]\ntotal_stps = 3", "x.toml: unknown key 'orchestrator.total_stps'; did you mean 'orchestrator.total_steps'?"),
+        ("[orchestrator]\ntotal-stps = 3", "x.toml: unknown key 'orchestrator.total_stps'; did you mean 'orchestrator.total_steps'?"),
+        ("[trainer.optim]\nlearning_rate = 1", "x.toml: unknown key 'trainer.optim.learning_rate'"),
+        ("[orchestrater]\na = 1", "x.toml: unknown key 'orchestrater'; did you mean 'orchestrator'?"),
+        ("[trainer.loss]\ntype = 'clipped'\nclip_lo = 1", "x.toml: unknown key 'trainer.loss.clip_lo'; did you mean 'trainer.loss.clip_low'?"),
+        ("[[environments]]\ntype = 'expression'\nwieght = 1", "x.toml: unknown key 'environments.0.wieght'; did you mean 'environments.0.weight'?"),
+        ("[orchestrator]\ntotal_steps = '80'", "x.toml: orchestrator.total_steps: must be a whole number (got '80')"),
+        ("[orchestrator]\ntotal_steps = true", "x.toml: orchestrator.total_steps: must be a whole number (got True)"),
+        ("[orchestrator]\ntotal_steps = 1.5", "x.toml: orchestrator.total_steps: must be a whole number (got 1.5)"),
+        ("[orchestrator]\ntotal_steps = 99999999999999999999", "x.toml: orchestrator.total_steps: must be a whole number of 64 bits (got 99999999999999999999)"),
+        ("[orchestrator]\ntotal_steps = 0", "x.toml: orchestrator.total_steps: must be at least 1 (got 0)"),
+        ("[orchestrator]\nstep_quotas = 1", "x.toml: orchestrator.step_quotas: must be true or false (got 1)"),
+        ("[orchestrator]\nstep_quotas = 'yes'", "x.toml: orchestrator.step_quotas: must be true or false (got 'yes')"),
+        ("[trainer.optim]\nlr = inf", "x.toml: trainer.optim.lr: must be a finite number (got inf)"),
+        ("[trainer.optim]\nlr = nan", "x.toml: trainer.optim.lr: must be a finite number (got nan)"),
+        ("[trainer.optim]\nbetas = [0.9, 1.0]", "x.toml: trainer.optim.betas.1: must be below 1 (got 1.0)"),
+        ("[trainer.optim]\nbetas = 0.9", "x.toml: trainer.optim.betas: must be a list (got 0.9)"),
+        ("[run]\nname = 7", "x.toml: run.name: must be text, in quotes (got 7)"),
+        ("[run]\nname = 'a/b'", "x.toml: run.name: must match "),
+        ("[run]\ndirectory = 7", "x.toml: run.directory: must be a path, in quotes (got 7)"),
+        ("trainer = 5", "x.toml: trainer: must be a table (got 5)"),
+        ("environments = []", "x.toml: environments: must have at least one item"),
+        ("environments = 'demo'", "x.toml: environments: must be a list (got 'demo')"),
+        ("[launcher]\nrestart = 'on-failure'", "x.toml: launcher.restart: must be 'never' or 'on_failure' (got 'on-failure'); did you mean 'on_failure'?"),
+        ("[trainer.loss]\nclip_low = 0.1", "x.toml: trainer.loss.type is required; it is one of masked_ratio, clipped"),
+        ("[trainer.loss]\ntype = 'cliped'", "x.toml: trainer.loss.type: 'cliped' is none of masked_ratio, clipped; did you mean 'clipped'?"),
+        ("[[environments]]\nweight = 1", "x.toml: environments.0.type is required; it is one of spell_backward, expression, import"),
+        ("[[environments]]\ntype = 'speling'", "x.toml: environments.0.type: 'speling' is none of spell_backward, expression, import"),
+        ("[[environments]]\ntype = 'import'\nname = 'a'", "x.toml: environments.0.path is required"),
+        ("[[environments]]\ntype = 'import'\nname = 'a'\npath = 'a.b'", "x.toml: environments.0.path: must match "),
+        ("[[environments]]\ntype = 'expression'\nmax_target = 100", "x.toml: environments.0.max_target: the range holds no more numbers"),
+        ("[model]\ntop_k = 9", "x.toml: model.top_k: must not exceed n_experts"),
+        ("[model]\nhead_dim = 31", "x.toml: model.head_dim: must be even"),
+        ("[model]\nn_heads = 3", "x.toml: model.n_kv_heads: must divide n_heads"),
+        ("[orchestrator]\nmin_group_size = 30", "x.toml: orchestrator.min_group_size: must not exceed samples_per_group"),
+        ("[sandbox.default_limits]\nwall_s = 900", "x.toml: sandbox.default_limits.wall_s: is above max_limits.wall_s"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_its_file_and_limit(refused, text, says):
+    Path("x.toml").write_text(text + "\n")
+    assert refused("@", "base.toml", "@", "x.toml").startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"seed = = 5\n", "x.toml, line 1, column 8: not TOML: invalid value, in 'seed = = 5'"),
+        (b"[run]\nseed 5\n", "x.toml, line 2, column 6: not TOML: expected '='"),
+        (b"[run\n", "x.toml, line 1, column 5: not TOML: expected ']'"),
+        (b"[run]\nseed = 5\nseed = 6\n", "x.toml, line 3, column 9: not TOML: this key or table stands in the file already"),
+        (b"[run]\n[run]\n", "x.toml, line 2, column 5: not TOML: this key or table stands in the file already"),
+        (b"[run]\nname = \"a\xff\"\n", "x.toml, line 2: byte 15 is not UTF-8"),
+        (b"\xff\xfe[\x00r\x00", "x.toml, line 1: byte 0 is not UTF-8"),
+        (b"a = " + b"[" * 5000, "x.toml: not TOML: nested too deeply"),
+        (b"#" * (1 << 21), "x.toml: is larger than 1 MiB"),
+        (b"[orchestrator]\ntotal-steps = 1\ntotal_steps = 2\n", "'total_steps' is set twice, as 'total_steps' and as 'total_steps'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_toml_says_where(refused, content, says):
+    Path("x.toml").write_bytes(content)
+    assert refused("@", "x.toml").startswith(says)
+
+
+def test_a_file_that_cannot_be_read_says_why(refused, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.toml").write_text(BASE)
+    assert refused("@", "bsae.toml") == "bsae.toml: no such file; did you mean 'base.toml'?"
+    assert refused("@", "folder") == "folder: is a directory, not a TOML file; did you mean 'folder/a.toml'?"
+    assert refused("@", "base.toml/x") == "base.toml/x: cannot be read: Not a directory"
+    assert refused("@", "a\0b").startswith("a\\x00b: cannot be read: ")
+    assert refused("@", "n" * 300).startswith(f"{'n' * 300}: cannot be read: File name too long")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("base.toml",), "unexpected argument 'base.toml'; a config file follows an '@': @ base.toml"),
+        (("@", "base.toml", "--dryrun"), "--dryrun is no flag; did you mean '--dry-run'?"),
+        (("@", "base.toml", "--dry-run=true"), "--dry-run takes no value"),
+        (("@", "base.toml", "-x"), "unexpected argument '-x'; flags are --section.field=VALUE, --dry-run and --help"),
+        (("@", "base.toml", "run.seed=1"), "unexpected argument 'run.seed=1'; did you mean '--run.seed=1'?"),
+        (("@", "base.toml", "-run.seed=1"), "unexpected argument '-run.seed=1'; did you mean '--run.seed=1'?"),
+        (("@", "base.toml", "twice"), "unexpected argument 'twice'; expected '@ FILE.toml' or '--section.field=VALUE'"),
+        (("@",), "a config file must follow '@'"),
+        (("@", "base.toml", "--run.seed"), "--run.seed needs a value: --run.seed=VALUE"),
+        (("@", "base.toml", "--run.seed", "--dry-run"), "--run.seed needs a value: --run.seed=VALUE"),
+        (("@", "base.toml", "--run.seed="), "--run.seed: must be a whole number (got '')"),
+        (("@", "base.toml", "--run.seed=1\nx=2"), "--run.seed: must be a whole number (got '1\\nx=2')"),
+        (("@", "base.toml", "--seed=1"), "--seed: unknown key 'seed'; did you mean 'run.seed'?"),
+        (("@", "base.toml", "--run..seed=1"), "--run..seed: unknown key 'run.'"),
+        (("@", "base.toml", "--=1"), "unexpected argument"),
+        (("@", "base.toml", "--environments.2.weight=1"), "--environments.2.weight: environments has no item '2'; it has 0 (spell_backward), 1 (expression)"),
+        (("@", "base.toml", "--environments.expresion.weight=1"), "--environments.expresion.weight: environments has no item 'expresion'"),
+        (("@", "base.toml", "--environments.0.weight=-1"), "--environments.0.weight: must be above 0 (got -1)"),
+        (("--help", "trainr"), "--help: there is no section 'trainr'; did you mean 'trainer'?"),
+        ((), "environments is required"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
+    assert refused(*words).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--decode.replicas=0", "--decode.replicas: must be at least 1 (got 0)"),
+        ("--prefill.engine.block-size-tokens=16", "--prefill.engine.block-size-tokens is 16, decode.engine.block_size_tokens is 8; they must"),
+        ("--decode.engine.block-count=8", "--decode.engine.block-count is 8; two contexts of 64 tokens need at least 16 blocks"),
+        ("--model.max-context-tokens=100000", "--model.max-context-tokens: prefill.engine.block_count is 4096; two contexts of 100000 tokens need"),
+        ("--decode.engine.max-running-samples=4", "--decode.engine.max-running-samples is 4, below orchestrator.samples_per_group = 8"),
+        ("--orchestrator.samples-per-group=200", "--orchestrator.samples-per-group: decode.engine.max_running_samples is 128, below"),
+        ("--environments.1.max-new-tokens=64", "--environments.1.max-new-tokens is 64; with its prompt that must fit model.max_context_tokens = 64"),
+        ("--trainer.probe-tokens=65", "--trainer.probe-tokens is 65, above model.max_context_tokens = 64"),
+        ("--orchestrator.data-ranks=2", "--orchestrator.data-ranks is 2, but one trainer is started; set it to 1"),
+        ("--environments.0.demonstration-weight=0 --environments.1.demonstration-weight=0", "--environments.0.demonstration-weight is 0, and nothing else has demonstrations"),
+        ("--environments.0.evaluation-task-count=0 --environments.1.evaluation-task-count=0", "--environments.0.evaluation-task-count: evaluation.before is true, but every environment has"),
+        ("--broadcaster.max-store-bytes=1000000", "--broadcaster.max-store-bytes is 1000000; 3 kept versions of this model and a new one need "),
+        ("--orchestrator.groups-per-step=1000000", "--orchestrator.groups-per-step: runner.spool_limit_bytes is 268435456; the 8000000 rollouts"),
+        ("--environments.1.sandbox-wall-s=601", "--environments.1.sandbox-wall-s is 601, above sandbox.max_limits.wall_s = 600"),
+        ("--orchestrator.runner-lease-ttl-s=1", "--orchestrator.runner-lease-ttl-s is 1; runners report each second"),
+        ("--orchestrator.keeper.away-after-s=1", "--orchestrator.keeper.away-after-s is 1; it must exceed orchestrator.keeper.poll_interval_s = 1"),
+        ("--environments.1.name=spell_backward", "environments: names must differ"),
+        ("--environments.0.min-word-len=9", "--environments.0.min-word-len"),
+        ("--model.vocab-size=50", "--model.vocab-size is 50; the tokenizer has 1"),
+        ("--trainer.initial-model=nowhere", "--trainer.initial-model 'nowhere' is no directory; it must be the model/ of a run"),
+        ("--sandbox.bwrap=nowhere", "--sandbox.bwrap 'nowhere' is no program that can run"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_together_are_refused_before_any_start(refused, flags, says):
+    said = refused("@", "base.toml", *flags.split())
+    assert says in said
+
+
+def test_a_model_directory_without_its_files_is_refused(refused, tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    said = refused("@", "base.toml", "--trainer.initial-model", "run")
+    assert said == "--trainer.initial-model 'run' has no config.json; did you mean 'run/model'?"
+    assert "has no tokenizer.json" in refused("@", "base.toml", "--trainer.initial-model", "run/model")
+    for name in ("tokenizer.json", "model.safetensors"):
+        (run / "model" / name).write_text("{}")
+    said = refused("@", "base.toml", "--trainer.initial-model", "run/model")
+    assert said.endswith("config.json cannot be used: model_type is 'llama', not 'qwen3_moe'")
+    (run / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    assert "config.json has no 'vocab_size'" in refused("@", "base.toml", "--trainer.initial-model", "run/model")
+
+
+def test_a_help_narrows_to_a_section(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["rl", "--help", "trainer.optim"])
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "--trainer.optim.lr NUMBER  (above 0, default 0.001)" in printed
+    assert "--orchestrator" not in printed
+
+
+def test_help_shows_no_type_of_python_and_every_variant(capsys):
+    with pytest.raises(SystemExit):
+        main(["rl", "--help"])
+    printed = capsys.readouterr().out
+    for word in ("PosixPath", "typing", "Optional", "None", "<class", "Annotated", "PydanticUndefined", "{}"):
+        assert word not in printed
+    assert "--runner.spool-limit-bytes BYTES  (at least 1 MiB, default 256 MiB)" in printed
+    assert "  type  spell_backward | expression | import" in printed
+    assert '  type = "clipped"' in printed
+    assert "--launcher.restart never|on_failure  (default never)" in printed
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("demo*.toml")), ids=lambda path: path.name)
+def test_the_examples_pass_every_check(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["rl", "@", str(EXAMPLES / "demo.toml"), "@", str(example), "--dry-run"])
+    assert caught.value.code == 0, capsys.readouterr().err
+
+
+def test_a_flag_sets_one_item_of_a_list_by_number_or_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").write_text(BASE)
+    flags = ["--environments.0.weight=2", "--environments.expression.weight", "5"]
+    with pytest.raises(SystemExit):
+        main(["rl", "@", "base.toml", *flags, "--dry-run"])
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("weight = ")] == ["weight = 2.0", "weight = 5.0"]
