@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import subprocess
 import tempfile
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.common.config import AuthConfig, ListenConfig, LogConfig, RedisConfig, ServiceConfig
+from slipstream.launcher.child import guarded
 
 START_TIMEOUT_S = 10.0
 
@@ -78,6 +81,70 @@ def own_valkey() -> Iterator[Valkey]:
         server.start()
         yield server
         server.kill()
+
+
+class SmallDisk:
+    """A file system of a few bytes or megabytes of its own, in a mount namespace that lives as long as this does.
+
+    `path` shows it from here, `inside` is the same directory for a process started with `enter` before its command.
+    """
+
+    def __init__(self, inside: Path, size_bytes: int) -> None:
+        self.inside = inside
+        root = os.geteuid() == 0
+        mount = f"mount -t tmpfs -o size={size_bytes} none '{inside}' && echo mounted && exec sleep infinity"
+        self._holder = subprocess.Popen(
+            guarded(("unshare", "-m" if root else "-rm", "sh", "-c", mount)), stdout=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout is not None
+        with self._holder.stdout as said:
+            mounted = said.readline() == "mounted\n"
+        if not mounted:
+            self.close()
+            pytest.skip("this machine lets nobody mount a file system of their own")
+        self.path = Path(f"/proc/{self._holder.pid}/root{inside}")
+        self._filler = self.path / "filler"
+        pid = str(self._holder.pid)
+        user = ("-U", "--preserve-credentials") if not root else ()
+        # In a second user namespace whoever was somebody is that again, not root: so the sandbox finds what it expects.
+        again = ("unshare", "-U", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}") if not root else ()
+        self.enter = ("nsenter", "-t", pid, "-m", *user, f"--wd={inside}", *again)
+
+    def fill(self, left_bytes: int = 0) -> None:
+        """Take all but `left_bytes` at once, to the last page."""
+        usage = os.statvfs(self.path)
+        take = usage.f_bavail * usage.f_frsize - left_bytes
+        with self._filler.open("ab", buffering=0) as file:
+            if left_bytes:
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, max(1, take))
+                return
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
+
+    def free(self) -> None:
+        """Give back what `fill` took."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
+    """Makes the one small disk of a test: `disk = small_disk(65536)`. Skips where nobody may mount."""
+    disks: list[SmallDisk] = []
+
+    def make(size_bytes: int) -> SmallDisk:
+        directory = tmp_path / "disk"
+        directory.mkdir()
+        disks.append(SmallDisk(directory, size_bytes))
+        return disks[-1]
+
+    yield make
+    for disk in disks:
+        disk.close()
 
 
 @pytest.fixture

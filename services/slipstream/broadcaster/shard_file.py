@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from io import RawIOBase
 from pathlib import Path
 
+from slipstream.common.disk import full_disk_named
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.weights.manifest import WeightSlice
 
@@ -27,6 +29,12 @@ def shard_header(slices: Sequence[WeightSlice]) -> bytes:
     return len(body).to_bytes(8, "little") + body
 
 
+def _write(file: RawIOBase, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while len(rest):
+        rest = rest[file.write(rest) or 0 :]
+
+
 class ShardWriter:
     """Takes a shard's bytes in any pieces. `write` and `finish` block on the disk."""
 
@@ -36,15 +44,25 @@ class ShardWriter:
         self.size_bytes = sum(part.size_bytes for part in slices)
         header = shard_header(self.slices)
         self.data_offset_bytes = len(header)
-        self._file = path.open("xb")
-        self._file.write(header)
+        with full_disk_named(path):
+            # Unbuffered: what finds no room says so here, not when the file is closed.
+            self._file = path.open("xb", buffering=0)
+            try:
+                _write(self._file, header)
+            except OSError:
+                self.discard()
+                raise
         self._index = 0
         self._in_slice = 0
         self._crc = 0
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; raises `WeightsCorrupt` as soon as a slice's CRC is wrong or bytes are too many."""
-        self._file.write(data)
+        """Append bytes; raises `WeightsCorrupt` as soon as a slice's CRC is wrong or bytes are too many.
+
+        Raises `DiskFull`, too: then give the writer up.
+        """
+        with full_disk_named(self.path):
+            _write(self._file, data)
         while len(data):
             if self._index == len(self.slices):
                 raise WeightsCorrupt(f"more than the announced {self.size_bytes} bytes came")
@@ -55,11 +73,12 @@ class ShardWriter:
             self._close_full_slices()
 
     def finish(self) -> None:
-        """Close the file; raises `WeightsCorrupt` if bytes are missing."""
+        """Close the file; raises `WeightsCorrupt` if bytes are missing, or `DiskFull`."""
         self._close_full_slices()
         if self._index < len(self.slices):
             raise WeightsCorrupt("the stream ended early", slice=self.slices[self._index].name)
-        self._file.close()
+        with full_disk_named(self.path):
+            self._file.close()
 
     def discard(self) -> None:
         """Give the file up."""

@@ -21,6 +21,7 @@ from google.protobuf import json_format
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.broadcaster.shard_file import ShardWriter
+from slipstream.common.disk import full_disk_named, replace_file
 from slipstream.common.errors import (
     BroadcastStoreFull,
     InvalidRequest,
@@ -120,7 +121,8 @@ class VersionStore:
             self._abandon(next(iter(self._open)))
         directory = self._root / f"{_OPEN_PREFIX}{version}"
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
+        with full_disk_named(directory):
+            directory.mkdir(parents=True)  # somebody may have removed versions/
         self._open[version] = OpenVersion(version, rank_count, directory)
 
     def begin_shard(self, version: PolicyVersion, rank: int, slices: Sequence[WeightSlice]) -> ShardWriter:
@@ -167,10 +169,11 @@ class VersionStore:
             "manifest": json_format.MessageToDict(manifest.to_proto(), preserving_proto_field_name=True),
             "shards": [{"slice_count": len(s.slices), "data_offset_bytes": s.data_offset_bytes} for s in shards],
         }
-        (opened.directory / _MANIFEST).write_text(json.dumps(document) + "\n")
+        replace_file(opened.directory / _MANIFEST, json.dumps(document).encode() + b"\n")
         target = self._root / str(version)
         shutil.rmtree(target, ignore_errors=True)  # a remnant that could not be read at start
-        opened.directory.rename(target)
+        with full_disk_named(target):
+            opened.directory.rename(target)
         del self._open[version]
         self._sealed[version] = _read_version(target)
         return manifest

@@ -64,6 +64,12 @@ class LogConfig(BaseConfig):
     file: Path | None = None
     """File for JSON lines, appended to. Unset: standard error."""
 
+    limit_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Size at which the file becomes `<name>.1` and a new one is begun."""
+
+    kept_files: int = Field(default=2, ge=0, le=100)
+    """Older files that are kept; the oldest goes."""
+
 
 class RedisConfig(BaseConfig):
     """The Redis or Valkey server that keeps the shared, re-derivable state of a run."""

@@ -131,6 +131,13 @@ class InternalError(SlipstreamError):
     reason = "INTERNAL"
 
 
+class DiskFull(SlipstreamError):
+    """The disk of `metadata["path"]` has no room. Nothing was kept in part; try the same again when there is room."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "DISK_FULL"
+
+
 class StateUnavailable(SlipstreamError):
     """Redis is away. Nothing is lost: wait and try again."""
 

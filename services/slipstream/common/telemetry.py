@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import TextIO, cast
 
 import structlog
 from prometheus_client import Gauge, start_http_server
 
 from slipstream.common.config import ServiceConfig
+from slipstream.common.disk import LogFile
 
 log = structlog.get_logger()
 
@@ -23,8 +24,7 @@ def setup_logging(config: ServiceConfig, service: str = "") -> None:
     """
     stream: TextIO = sys.stderr
     if config.log.file is not None:
-        config.log.file.parent.mkdir(parents=True, exist_ok=True)
-        stream = config.log.file.open("a", buffering=1, encoding="utf-8")
+        stream = cast(TextIO, LogFile(config.log.file, config.log.limit_bytes, config.log.kept_files))
     console = config.log.file is None and sys.stderr.isatty()
     render = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(default=str)
     level = logging.getLevelNamesMapping()[config.log.level.upper()]

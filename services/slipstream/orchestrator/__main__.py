@@ -8,6 +8,7 @@
 | workers | what each worker serves | a timer | itself |
 | update | workers that are behind | a new version, a worker's change | `published`, `workers` |
 | mirror | versions, leases, dispatch versions, into Redis | a change, at most a second | everything that changes them |
+| disk | free bytes, records that wait for room | a timer | itself |
 | release | keys of rows nobody needs | a timer | itself |
 """
 
@@ -26,13 +27,14 @@ from slipstream.api.run.v1 import run_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2_grpc
 from slipstream.common.channel import open_channel, read_token
 from slipstream.common.config import ConfigError, cli
-from slipstream.common.errors import JournalCorrupt
+from slipstream.common.errors import DiskFull, JournalCorrupt
 from slipstream.common.runtime import Loop, Servicers, serve
 from slipstream.common.state import State
 from slipstream.common.telemetry import setup_logging
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import OrchestratorConfig
-from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.disk_watch import DiskWatch
+from slipstream.orchestrator.journal import Journal, segments
 from slipstream.orchestrator.keeper import VersionKeeper, open_workers
 from slipstream.orchestrator.leases import RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile
@@ -58,9 +60,9 @@ class Orchestrator:
             self._channels.append(open_channel(address, token))
             return self._channels[-1]
 
-        self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", time.time)
-        self.journal = Journal(config.run_dir / "journal" / "journal.jsonl")
-        if self.journal.recovered.records:
+        self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", time.time, config.metrics_limit_bytes)
+        self.journal = Journal(config.run_dir / "journal" / "journal.jsonl", config.journal_limit_bytes)
+        if self.journal.recovered.records or len(segments(self.journal.path)) > 1:
             # Runs are not resumed yet; a second history in the same file would be worse than a refusal.
             raise ConfigError(f"{self.journal.path} is the journal of an earlier run: take another run directory")
         if self.journal.recovered.cut_bytes:
@@ -76,6 +78,15 @@ class Orchestrator:
             metrics=self.metrics,
             leases=self.leases,
             release_rows=self.releaser.release,
+        )
+        self.journal.frontier = self.sequencer.frontier
+        self.disk = DiskWatch(
+            config.disk,
+            config.run_dir,
+            self.state,
+            self.leases,
+            [self.journal, self.metrics],
+            self.sequencer.room_made,
         )
         self.keeper = VersionKeeper(
             config.run_id,
@@ -107,7 +118,7 @@ class Orchestrator:
         return [
             (
                 runner_pb2_grpc.add_RunnerServiceServicer_to_server,
-                RunnerServicer(self.sequencer, self.state),
+                RunnerServicer(self.sequencer, self.state, self.journal),
                 "slipstream.api.rollout.v1.RunnerService",
             ),
             (
@@ -137,13 +148,17 @@ class Orchestrator:
             "workers": self.keeper.poll_workers,
             "update": self.keeper.update,
             "mirror": self.mirror.run,
+            "disk": self.disk.run,
             "release": self.releaser.run,
         }
 
     async def drain(self) -> None:
         """Put the journal on disk and let go of what is not needed."""
-        await self.journal.sync()
         await self.releaser.flush()
+        try:
+            await self.journal.sync()
+        except DiskFull as error:
+            log.error("journal_not_synced", detail=error.message)
 
     async def close(self) -> None:
         """Close files and channels."""

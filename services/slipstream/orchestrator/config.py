@@ -55,6 +55,17 @@ class KeeperConfig(BaseConfig):
     """Pause before a failed update is tried again; doubles up to 10 s."""
 
 
+class DiskConfig(BaseConfig):
+    """When a disk counts as full."""
+
+    min_free_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Below this many free bytes in the run directory the run pauses; it goes on at a quarter more. 0 waits for the
+    first write that finds no room."""
+
+    check_interval_s: float = Field(default=0.5, gt=0)
+    """How often the free bytes are looked at."""
+
+
 class OrchestratorConfig(ServiceConfig):
     """The sequencer of a run: what is run, in which order, and which weights it is trained into."""
 
@@ -113,6 +124,16 @@ class OrchestratorConfig(ServiceConfig):
     """host:port of the broadcaster."""
 
     keeper: KeeperConfig = KeeperConfig()
+    disk: DiskConfig = DiskConfig()
+
+    metrics_limit_bytes: int = Field(default=512 * 2**20, ge=4096)
+    """Bytes of metrics.jsonl and the older file that it becomes; that one goes when they are reached."""
+
+    journal_limit_bytes: int = Field(default=2 * 2**30, ge=2**16)
+    """Bytes of the journal, beyond which its oldest segments go once all their positions have ended."""
+
+    journal_buffer_bytes: int = Field(default=64 * 2**20, ge=2**16)
+    """Records that wait in memory while the disk is full; beyond, runners keep their reports."""
 
     runner_lease_ttl_s: float = Field(default=10.0, gt=0.5)
     """A runner that is silent for this long loses its groups to others."""
@@ -134,6 +155,12 @@ class OrchestratorConfig(ServiceConfig):
 
     max_external_rollouts: int = Field(default=256, ge=1)
     """Groups of third parties that may wait or run at once."""
+
+    kept_external_rollouts: int = Field(default=1000, ge=1)
+    """Ended groups of third parties that GetRollout and ListRollouts still show; the oldest are forgotten."""
+
+    kept_external_bytes: int = Field(default=64 * 2**20, ge=1)
+    """Bytes of ended groups of third parties that are kept; the newest one always is."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -12,8 +12,6 @@ from slipstream.common.errors import RolloutQueueFull, RolloutUnknown
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.signals import Signal
 
-KEPT_ENDED = 1_000
-KEPT_BYTES = 64 << 20
 PAGE_BYTES = 4 << 20
 _MAX_ATTEMPTS = 3
 
@@ -46,6 +44,9 @@ class ExternalGroups:
     """Keeps every open group and the newest ended ones. Each change gets the next sequence number."""
 
     limit: int
+    kept_ended: int = 1_000
+    limit_bytes: int = 64 << 20
+    """Of ended groups; the newest is kept whatever its size."""
     changed: Signal = field(default_factory=Signal)
     sequence: int = 0
     _number: int = 0
@@ -152,7 +153,7 @@ class ExternalGroups:
         self._touch(group)
         self._ended.append(group)
         self._kept_bytes += group.kept_bytes
-        while len(self._ended) > KEPT_ENDED or (self._kept_bytes > KEPT_BYTES and len(self._ended) > 1):
+        while len(self._ended) > self.kept_ended or (self._kept_bytes > self.limit_bytes and len(self._ended) > 1):
             forgotten = self._ended.popleft()
             self._kept_bytes -= forgotten.kept_bytes
             del self._groups[forgotten.rollout.group_id]

@@ -3,6 +3,10 @@
 One record a line: eight hex digits of CRC-32 over the rest, a space, and a JSON object whose `n` counts records
 from 0. A line cut short at the end of the file is what a crash leaves: it is cut off and reported. Anything else
 that does not check out means that the file was changed: it is refused.
+
+Records that find no room on the disk wait in memory, in order, and `sync` says so. A file that is
+long enough becomes a segment, `journal-<n of its first record>.jsonl`. Beyond the bound the oldest segments go, as
+soon as every position they speak of has ended.
 """
 
 from __future__ import annotations
@@ -11,11 +15,21 @@ import asyncio
 import json
 import os
 import zlib
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.common.errors import JournalCorrupt
+import structlog
+
+from slipstream.common.disk import no_room, sync_directory
+from slipstream.common.errors import DiskFull, JournalCorrupt
+
+log = structlog.get_logger()
+
+SEGMENTS = 8
+"""Parts that the bound is divided into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,74 +41,197 @@ class Recovered:
     """Bytes of an unfinished record that were cut off its end."""
 
 
-class Journal:
-    """Appends records. `append` hands them to the kernel at once; `sync` puts them on disk."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file of earlier records."""
 
-    def __init__(self, path: Path) -> None:
+    path: Path
+    size_bytes: int
+    last_position: int
+
+
+class Journal:
+    """Appends records. `append` hands them to the kernel at once, if there is room; `sync` puts them on disk."""
+
+    def __init__(self, path: Path, limit_bytes: int = 0, frontier: Callable[[], int] = lambda: 0) -> None:
+        """`limit_bytes`: 0 means no bound. `frontier`: every position below it has ended."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.frontier = frontier
+        self._limit_bytes = limit_bytes
+        self._fd = _open(path)
         try:
             self.recovered = _recover(path, self._fd)
         except JournalCorrupt:
             os.close(self._fd)
             raise
-        self._next = len(self.recovered.records)
-        self._written = 0
+        self._next = _number_after(self.recovered.records) or 0
+        self._first = self._next - len(self.recovered.records)
+        self._last_position = -1
+        self._size_bytes = self._synced_bytes = os.fstat(self._fd).st_size
+        self._appended = 0
         self._synced = 0
+        self._waiting: deque[bytes] = deque()
+        self._unsynced: deque[bytes] = deque()
+        self._segments: deque[Segment] = deque()
         self._sync_lock = asyncio.Lock()
+        self.waiting_bytes = 0
+        """Bytes of records that wait for room on the disk."""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether records wait for room."""
+        return bool(self._waiting)
 
     def append(self, kind: str, **fields: object) -> None:
-        """Write one record; it outlives this process, but not the machine until `sync`."""
+        """Add one record; once written it outlives this process, but not the machine until `sync`."""
         body = json.dumps({"n": self._next, "kind": kind, **fields}, separators=(",", ":")).encode()
         line = b"%08x %b\n" % (zlib.crc32(body), body)
-        written = os.write(self._fd, line)
-        if written != len(line):
-            # A full disk takes a part. Take it back, so that a retry does not leave it in the middle.
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(f"{self.path}: wrote {written} of {len(line)} bytes; is the disk full?")
+        position = fields.get("position", -1)
+        if isinstance(position, int):
+            self._last_position = max(self._last_position, position)
         self._next += 1
-        self._written += 1
+        self._appended += 1
+        self._waiting.append(line)
+        self.waiting_bytes += len(line)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Hand waiting records to the kernel; False while the disk has no room."""
+        while self._waiting:
+            line = self._waiting[0]
+            try:
+                written = os.write(self._fd, line)
+            except OSError as error:
+                if not no_room(error):
+                    raise
+                return False
+            if written != len(line):  # a full disk takes a part: take it back
+                os.ftruncate(self._fd, self._size_bytes)
+                return False
+            self._size_bytes += written
+            self.waiting_bytes -= written
+            self._unsynced.append(self._waiting.popleft())
+        return True
 
     async def sync(self) -> None:
-        """Return once every record appended before the call is on disk."""
-        target = self._written
+        """Return once every record appended before the call is on disk.
+
+        Raises:
+            DiskFull: there is no room; the records wait for the next call.
+        """
+        target = self._appended
         async with self._sync_lock:
-            if self._synced < target:
-                reached = self._written
-                await asyncio.to_thread(os.fsync, self._fd)
-                self._synced = reached
+            if self._synced < target and not (self.flush() and await self._sync_written()):
+                raise DiskFull(f"the disk of {self.path} is full", path=self.path)
+            self._limit()
+
+    async def _sync_written(self) -> bool:
+        count, size_bytes = len(self._unsynced), self._size_bytes
+        try:
+            await asyncio.to_thread(os.fsync, self._fd)
+        except OSError as error:
+            if not no_room(error):
+                raise
+            # Some file systems find out only now. What the kernel still had of it is lost: all is written again.
+            os.ftruncate(self._fd, self._synced_bytes)
+            self.waiting_bytes += self._size_bytes - self._synced_bytes
+            self._size_bytes = self._synced_bytes
+            self._waiting.extendleft(reversed(self._unsynced))
+            self._unsynced.clear()
+            return False
+        self._synced += count
+        self._synced_bytes = size_bytes
+        for _ in range(count):
+            self._unsynced.popleft()
+        return True
+
+    def _limit(self) -> None:
+        """Start a new file when this one, all on disk, is long enough, and drop the oldest beyond the bound."""
+        if not self._limit_bytes or self._size_bytes < self._limit_bytes // SEGMENTS or self._unsynced or self._waiting:
+            return
+        fresh = self.path.with_suffix(".new")
+        try:
+            descriptor = _open(fresh)
+        except OSError as error:
+            if not no_room(error):
+                raise
+            return
+        segment = self.path.with_name(f"{self.path.stem}-{self._first:012d}{self.path.suffix}")
+        self.path.rename(segment)
+        fresh.rename(self.path)
+        sync_directory(self.path.parent)
+        self._segments.append(Segment(segment, self._size_bytes, self._last_position))
+        os.close(self._fd)
+        self._fd, self._first = descriptor, self._next
+        self._size_bytes = self._synced_bytes = 0
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        total_bytes = sum(segment.size_bytes for segment in self._segments)
+        allowed_bytes = self._limit_bytes - self._limit_bytes // SEGMENTS  # the file that grows has the rest
+        while self._segments and total_bytes > allowed_bytes:
+            oldest = self._segments[0]
+            if oldest.last_position >= self.frontier():
+                return
+            oldest.path.unlink(missing_ok=True)
+            total_bytes -= oldest.size_bytes
+            self._segments.popleft()
+            log.info("journal_segment_dropped", path=str(oldest.path), last_position=oldest.last_position)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what still waits is lost with the process."""
+        if not self.flush():
+            log.error("journal_records_lost", count=len(self._waiting))
         os.close(self._fd)
 
 
+def segments(path: Path) -> list[Path]:
+    """The files of a journal, oldest first."""
+    return [*sorted(path.parent.glob(f"{path.stem}-*{path.suffix}")), path]
+
+
 def read_journal(path: Path) -> Recovered:
-    """Read a journal without changing it."""
-    return _parse(path, path.read_bytes())
+    """Read a journal, all that is left of it, without changing it."""
+    records: list[dict[str, Any]] = []
+    cut_bytes = 0
+    for segment in segments(path):
+        part = _parse(segment, segment.read_bytes(), _number_after(records))
+        records += part.records
+        cut_bytes += part.cut_bytes
+    return Recovered(records, cut_bytes)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _recover(path: Path, fd: int) -> Recovered:
     data = path.read_bytes()
-    recovered = _parse(path, data)
+    recovered = _parse(path, data, None if len(segments(path)) > 1 else 0)
     if recovered.cut_bytes:
         os.ftruncate(fd, len(data) - recovered.cut_bytes)
         os.fsync(fd)
     return recovered
 
 
-def _parse(path: Path, data: bytes) -> Recovered:
+def _number_after(records: list[dict[str, Any]]) -> int | None:
+    return int(records[-1]["n"]) + 1 if records else None
+
+
+def _parse(path: Path, data: bytes, number: int | None) -> Recovered:
+    """`number`: that of the first record; None takes it from there, since earlier segments may be gone."""
     *lines, tail = data.split(b"\n")
-    records = [_record(path, number, line) for number, line in enumerate(lines)]
+    records = [_record(path, index, line) for index, line in enumerate(lines)]
+    first = int(records[0]["n"]) if records and number is None else number or 0
+    for expected, record in enumerate(records, start=first):
+        if record["n"] != expected:
+            raise JournalCorrupt(f"{path}: record {expected} is missing", path=str(path), record=expected)
     return Recovered(records, len(tail))
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _record(path: Path, index: int, line: bytes) -> dict[str, Any]:
     digits, body = line[:8], line[9:]
     if digits != b"%08x" % zlib.crc32(body) or line[8:9] != b" ":
-        raise JournalCorrupt(f"{path}: record {number} does not match its checksum", path=str(path), record=number)
-    record = json.loads(body)
-    if record.get("n") != number:
-        raise JournalCorrupt(f"{path}: record {number} is missing", path=str(path), record=number)
-    return record
+        raise JournalCorrupt(f"{path}: line {index} does not match its checksum", path=str(path), line=index)
+    return json.loads(body)

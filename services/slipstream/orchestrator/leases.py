@@ -25,6 +25,7 @@ class Runner:
     """Cancellations that its last heartbeat returned."""
     wake: Signal = field(default_factory=Signal)
     spool_full: bool = False
+    disk_full: bool = False
 
 
 class RunnerLeases:

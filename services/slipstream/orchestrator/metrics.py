@@ -7,23 +7,31 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.disk import AppendFile, PatientFile
+
+_KEPT_FILES = 1
+_BUFFER_BYTES = 16 << 20
 
 
 class MetricsFile:
-    """Appends records of a `kind`, each with the time it was written."""
+    """Appends records of a `kind`, each with the time it was made; they wait while the disk is full."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], limit_bytes: int = 0) -> None:
+        """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        self._file = PatientFile(AppendFile(path, limit_bytes // (_KEPT_FILES + 1), _KEPT_FILES), _BUFFER_BYTES)
         self._clock = clock
 
     def write(self, kind: str, **fields: object) -> None:
         """Append one record; figures that are not finite are left out, since JSON has none."""
         record = {"kind": kind, "time_s": round(self._clock(), 3), **finite(fields)}
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+    def flush(self) -> bool:
+        """Write what waits; False while the disk has no room."""
+        return self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

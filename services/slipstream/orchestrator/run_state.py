@@ -31,6 +31,10 @@ class RunPhase(StrEnum):
 ENDED_STATES = frozenset({run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_STOPPED})
 
 
+DISK = "disk"
+"""The cause of a pause: the disk is full."""
+
+
 @dataclass(frozen=True, slots=True)
 class AccuracyResult:
     """One environment's result in one evaluation."""
@@ -58,6 +62,8 @@ class RunState:
         self.accuracies: list[AccuracyResult] = []
         self.phase_fraction = 0.0
         self.pauses: dict[str, str] = {}
+        self.trainer_disk_full = False
+        """Whether the trainer waits for room, here or at the broadcaster."""
         self.changed = Signal()
         self.running_groups: Callable[[], int] = lambda: 0
         self.workers: Callable[[], list[run_pb2.WorkerVersion]] = list
@@ -92,7 +98,7 @@ class RunState:
         self.pauses[cause] = reason
         self.state = run_pb2.RUN_STATE_PAUSED
         log.warning("run_paused", cause=cause, reason=reason)
-        self._metrics_file.write("run", state="paused", reason=reason)
+        self._metrics_file.write("run", state="paused", cause=cause, reason=reason)
         self.changed.notify()
 
     def resume(self, cause: str) -> None:
@@ -102,7 +108,7 @@ class RunState:
         if not self.pauses:
             self.state = run_pb2.RUN_STATE_RUNNING
             log.info("run_resumed", cause=cause)
-            self._metrics_file.write("run", state="running", reason="")
+            self._metrics_file.write("run", state="running", cause=cause, reason="")
         self.changed.notify()
 
     def end(self, state: run_pb2.RunState, reason: str) -> bool:

@@ -28,7 +28,7 @@ from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals
 from slipstream.orchestrator.records import check_records
-from slipstream.orchestrator.run_state import RunPhase, RunState
+from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
 from slipstream.orchestrator.signals import Signal
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
@@ -111,7 +111,9 @@ class Sequencer:
         self._assigner = Assigner(
             config.run_id, config.kv_dtype, self.tasks, self.environments, config.samples_per_group
         )
-        self.external = ExternalGroups(config.max_external_rollouts)
+        self.external = ExternalGroups(
+            config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes
+        )
         self.evaluation: Evaluation | None = None
         self.admission_changed = Signal()
         """Notified when `acquire` may have something to give."""
@@ -414,6 +416,15 @@ class Sequencer:
         self._seal_what_can_be()
         self.admission_changed.notify()
 
+    def room_made(self) -> None:
+        """Go on after a full disk."""
+        self._seal_what_can_be()
+        self.admission_changed.notify()
+
+    def frontier(self) -> int:
+        """Return the lowest position that has not ended."""
+        return min((group.position for group in self.machine), default=self.machine.next_position)
+
     def admission_may_have_opened(self) -> None:
         """Wake those who wait for groups: the phase or a pause changed."""
         self.admission_changed.notify()
@@ -472,7 +483,10 @@ class Sequencer:
             self._seal_what_can_be()
 
     def _seal_what_can_be(self) -> None:
-        while self.machine.sealed_step < self._wanted_step and (sealed := self.machine.seal()) is not None:
+        while self.machine.sealed_step < self._wanted_step and DISK not in self.state.pauses:
+            sealed = self.machine.seal()
+            if sealed is None:
+                return
             self._seal(sealed)
 
     def _seal(self, sealed: SealedStep) -> None:

@@ -8,7 +8,7 @@ import grpc
 
 from slipstream.api.rollout.v1 import runner_pb2, runner_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
-from slipstream.common.errors import IncarnationSuperseded, InvalidRequest, StepNotNext, StepNotSealed
+from slipstream.common.errors import DiskFull, IncarnationSuperseded, InvalidRequest, StepNotNext, StepNotSealed
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
 from slipstream.common.version import PolicyVersion
@@ -24,9 +24,10 @@ _REPEAT_S = 0.2
 class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
     """Hands groups to runners and takes their reports."""
 
-    def __init__(self, sequencer: Sequencer, state: RunState) -> None:
+    def __init__(self, sequencer: Sequencer, state: RunState, journal: Journal) -> None:
         self._sequencer = sequencer
         self._state = state
+        self._journal = journal
         self._answers = RequestMemory()
 
     @ends_on_drain
@@ -59,6 +60,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         if runner.spool_full != full:
             runner.spool_full = full
             self._sequencer.admission_may_have_opened()
+        runner.disk_full = request.disk_full
         leases.acknowledge(runner, [_key(attempt) for attempt in request.acknowledged])
         for attempt in request.running:
             key = _key(attempt)
@@ -90,6 +92,8 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
 
     async def _report(self, request: runner_pb2.ReportGroupsRequest) -> runner_pb2.ReportGroupsResponse:
         runner = self._renew(request.runner_id, request.runner_epoch)
+        if self._journal.waiting_bytes > self._sequencer.config.journal_buffer_bytes:
+            raise DiskFull("the journal finds no room", path=self._journal.path)
         result = self._sequencer.report(runner, request.reports)
         return runner_pb2.ReportGroupsResponse(
             refused=[_attempt(key) for key in result.refused], unneeded=[_attempt(key) for key in result.unneeded]
@@ -161,6 +165,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     async def ReportActivity(
         self, request: batch_pb2.ReportActivityRequest, context: grpc.aio.ServicerContext
     ) -> batch_pb2.ReportActivityResponse:
+        self._state.trainer_disk_full = request.activity == "disk_full"
         if not self._state.serving:
             if request.activity == "sft":
                 self._state.enter(RunPhase.WARM_UP)

@@ -13,7 +13,7 @@ from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.keeper import VersionKeeper
 from slipstream.orchestrator.metrics import MetricsFile
-from slipstream.orchestrator.run_state import RunPhase, RunState
+from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sequencer import Sequencer
 
 log = structlog.get_logger()
@@ -52,6 +52,8 @@ class Supervisor:
         await self._until(lambda: self._sequencer.machine.trained_step >= self._config.total_steps)
         if self._config.evaluate_after:
             await self._evaluate("after", RunPhase.EVALUATING_AFTER)
+        # The end of the run ends the trainer, too, which may have yet to write the final weights.
+        await self._until(lambda: DISK not in self._state.pauses)
         self.end(run_pb2.RUN_STATE_FINISHED, f"all {self._config.total_steps} steps are trained")
         await asyncio.Event().wait()
 
@@ -79,6 +81,8 @@ class Supervisor:
             if streak.count >= config.max_consecutive_failures or lasting:
                 return f"{streak.count} groups of environment {name!r} failed in a row, the last with: {streak.detail}"
         if not self._state.serving:
+            if self._state.pauses:
+                self._started_at = now
             if now - self._started_at > config.start_timeout_s:
                 published = str(self._state.published) if self._state.published else "no version"
                 return f"no version was served after {config.start_timeout_s:.0f} s; published: {published}"

@@ -30,7 +30,9 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     address = f"{config.listen.host}:{config.listen.port}"
     spool = Spool(config.spool_limit_bytes)
     rollout_log = RolloutLog(
-        config.run_dir / "rollouts" / f"{config.replica or 'runner'}.jsonl", config.rollout_log_limit_bytes
+        config.run_dir / "rollouts" / f"{config.replica or 'runner'}.jsonl",
+        config.rollout_log_limit_bytes,
+        config.rollout_buffer_bytes,
     )
     peers = Peers(config.orchestrator_address, config.router_address, token)
     environments = EnvironmentWorker(arguments, config.environment_timeout_s)
@@ -50,6 +52,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         environments,
         groups,
         spool,
+        rollout_log,
         config.max_running_groups,
         config.report_period_s,
     )
@@ -71,6 +74,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
                 "heartbeat": loops.heartbeat_loop,
                 "report": loops.report_loop,
                 "give_back": peers.give_back_loop,
+                "rollouts": rollout_log.flush_loop,
             },
             on_drain=loops.drain,
         )

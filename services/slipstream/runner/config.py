@@ -43,5 +43,8 @@ class RunnerConfig(ServiceConfig):
     report_period_s: float = Field(default=0.02, gt=0)
     """Finished groups are collected for this long before they are reported together, in seconds."""
 
-    rollout_log_limit_bytes: int = Field(default=256 * 2**20, ge=0)
-    """Bytes written under rollouts/ at most; later rollouts are not logged."""
+    rollout_log_limit_bytes: int = Field(default=256 * 2**20, ge=4096)
+    """Bytes of this runner's rollouts on disk, evaluations apart; the older half goes when they are reached."""
+
+    rollout_buffer_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Rollouts that wait in memory while the disk is full, in bytes. No group is taken meanwhile."""

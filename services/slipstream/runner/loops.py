@@ -4,6 +4,7 @@
 |---|---|---|---|
 | acquire | free group slots | a slot; `AcquireGroups` | a report taken; the orchestrator |
 | heartbeat | leases, acknowledgements | `Heartbeat` long poll | a cancellation, or 1 s |
+| rollouts | logged rollouts that found no room | its clock | room on the disk |
 | report | finished groups | the report queue; `ReportGroups` | a finished group; the orchestrator |
 """
 
@@ -32,6 +33,7 @@ from slipstream.common.errors import (
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
 from slipstream.runner.groups import GroupRunner, refs_of, task_of
 from slipstream.runner.peers import Peers
+from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.spool import Spool
 
 log = structlog.get_logger()
@@ -72,6 +74,7 @@ class RunnerLoops:
         environments: EnvironmentWorker,
         groups: GroupRunner,
         spool: Spool,
+        rollout_log: RolloutLog,
         max_running_groups: int,
         report_period_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -82,6 +85,7 @@ class RunnerLoops:
         self._environments = environments
         self._groups = groups
         self._spool = spool
+        self._rollout_log = rollout_log
         self._report_period_s = report_period_s
         self._clock = clock
         self._max_running = max_running_groups
@@ -111,7 +115,7 @@ class RunnerLoops:
             while True:
                 await self._slots.acquire()
                 self._slots.release()
-                if self._spool.full or self.draining:
+                if self._spool.full or self._rollout_log.full or self.draining:
                     await asyncio.sleep(SPOOL_FULL_WAIT_S)
                     continue
                 free = self._max_running - len(self._running)
@@ -224,6 +228,7 @@ class RunnerLoops:
                         acknowledged=[runner_pb2.GroupAttempt(group_id=g, attempt=a) for g, a in acknowledged],
                         spool_bytes=self._spool.size_bytes,
                         spool_limit_bytes=self._spool.limit_bytes,
+                        disk_full=self._rollout_log.full,
                         wait_ms=HEARTBEAT_WAIT_MS,
                     ),
                     timeout=HEARTBEAT_WAIT_MS / 1000 + CALL_SLACK_S,

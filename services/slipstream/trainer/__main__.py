@@ -12,7 +12,7 @@ from slipstream.common.runtime import ServiceFailed, leave, read_token, serve
 from slipstream.common.telemetry import setup_logging
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.loop import TrainingLoop
-from slipstream.trainer.model_dir import prepare_model_dir
+from slipstream.trainer.model_dir import prepare_model_dir_when_room
 from slipstream.trainer.rows import RowsClient
 from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.start import start
@@ -38,6 +38,7 @@ async def run(config: TrainerConfig) -> None:
 
     async def on_drain() -> None:
         status.stop.set()
+        await training.saved.wait()
 
     await serve(
         config,
@@ -56,7 +57,7 @@ async def run(config: TrainerConfig) -> None:
 def main() -> None:
     config = cli(TrainerConfig)
     setup_logging(config, "trainer")
-    prepare_model_dir(config)
+    prepare_model_dir_when_room(config)
     try:
         asyncio.run(run(config))
     except ServiceFailed as error:

@@ -151,6 +151,14 @@ class TrainerConfig(ServiceConfig):
     probe_tolerance: float = Field(default=1e-3, gt=0)
     """Largest difference of log-probabilities that an engine may show on the probe. For float32."""
 
+    timeline_limit_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Bytes of the trainer's files under timeline/; the older half goes when they are reached."""
+
     @property
     def model_dir(self) -> Path:
         return self.run_dir / "model"
+
+    @property
+    def timeline_file(self) -> Path:
+        """Where its intervals of work are recorded."""
+        return self.run_dir / "timeline" / f"{self.replica or 'trainer'}.jsonl"

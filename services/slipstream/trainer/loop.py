@@ -16,10 +16,19 @@ import numpy as np
 import structlog
 
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
-from slipstream.common.errors import DeadlineExceeded, Draining, SlipstreamError, Unreachable, from_rpc_error
+from slipstream.common.errors import (
+    BroadcastStoreFull,
+    DeadlineExceeded,
+    DiskFull,
+    Draining,
+    SlipstreamError,
+    Unreachable,
+    from_rpc_error,
+)
 from slipstream.common.version import PolicyVersion
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.probe import choose_probe, probe_prompts
+from slipstream.trainer.room import write_when_room
 from slipstream.trainer.rows import RowsClient, references, stitch
 from slipstream.trainer.sequence import TrainSequence, version_number
 from slipstream.trainer.status import Status, request_id
@@ -38,6 +47,9 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.3
 PEER_TIMEOUT_S = 60.0
 """How long a peer may be away (starting, restarting) before the trainer gives up."""
+
+_WAITED_FOR = (Unreachable, Draining, DeadlineExceeded, BroadcastStoreFull)
+"""What a repeat within that time may heal; the broadcaster's store, once older versions are pruned."""
 
 CALL_TIMEOUT_S = 10.0
 ROUTES_UNKNOWN_WARNING = 0.01
@@ -90,7 +102,10 @@ class TrainingLoop:
         self._status = status
         self._torch = torch
         self._start = start
-        self._timeline = Timeline(config.run_dir / "timeline" / f"{config.replica or 'trainer'}.jsonl")
+        self.saved = asyncio.Event()
+        """Cleared while the final weights are being written."""
+        self.saved.set()
+        self._timeline = Timeline(config.timeline_file, config.timeline_limit_bytes)
 
     async def run(self) -> None:
         """Train to the end of the run, write the final weights, then wait to be stopped."""
@@ -105,7 +120,11 @@ class TrainingLoop:
         await self._publish(await self._snapshot(learner), _Step(self._version(0), figures, now_s, now_s))
         last = await self._steps(learner)
         self._status.enter("saving")
-        await self._torch.run(_save, learner, self._config)
+        self.saved.clear()
+        try:
+            await self._torch.run(_save, learner, self._config, self._status)
+        finally:
+            self.saved.set()
         log.info("training_ended", step=last)
         self._status.enter("ended")
 
@@ -216,24 +235,34 @@ class TrainingLoop:
         log.info("step_published", version=str(step.version), loss=step.metrics.get("loss"))
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call that is safe to repeat while its peer is away (starting, restarting)."""
+        """Repeat a call that is safe to repeat while its peer is away (starting, restarting) or has no room.
+
+        A full disk is waited for without end: the run is paused meanwhile, and says so.
+        """
         deadline_s = time.monotonic() + PEER_TIMEOUT_S
-        while True:
-            try:
-                return await call()
-            except (grpc.aio.AioRpcError, SlipstreamError) as raised:
-                error = from_rpc_error(raised) if isinstance(raised, grpc.aio.AioRpcError) else raised
-                if not isinstance(error, Unreachable | Draining | DeadlineExceeded) or time.monotonic() > deadline_s:
-                    raise error from raised
-                log.info("peer_away", reason=error.reason, detail=error.message)
-            await asyncio.sleep(RETRY_PAUSE_S)
+        waiter = object()
+        try:
+            while True:
+                try:
+                    return await call()
+                except (grpc.aio.AioRpcError, SlipstreamError) as raised:
+                    error = from_rpc_error(raised) if isinstance(raised, grpc.aio.AioRpcError) else raised
+                    if isinstance(error, DiskFull):
+                        deadline_s = time.monotonic() + PEER_TIMEOUT_S
+                        self._status.waiting_for_room.add(waiter)
+                    elif not isinstance(error, _WAITED_FOR) or time.monotonic() > deadline_s:
+                        raise error from raised
+                    log.info("peer_away", reason=error.reason, detail=error.message)
+                await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            self._status.waiting_for_room.discard(waiter)
 
     def _version(self, step: int) -> PolicyVersion:
         return PolicyVersion(self._config.incarnation, step)
 
 
-def _save(learner: Learner, config: TrainerConfig) -> None:
+def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
     """Write the final weights where a model directory can be made of them."""
     from slipstream.models.qwen3_moe.state_dict import save_model
 
-    save_model(learner.model, config.run_dir / "checkpoints" / "final")
+    write_when_room(lambda: save_model(learner.model, config.run_dir / "checkpoints" / "final"), status)

@@ -21,7 +21,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         status = self._status
         return trainer_pb2.GetStatusResponse(
             version=status.version.to_proto() if status.version else None,
-            activity=status.activity,
+            activity=status.shown_activity,
             parameter_count=status.parameter_count,
             metrics=status.metrics,
         )

@@ -18,9 +18,10 @@ from slipstream.common.config import cli
 from slipstream.common.telemetry import setup_logging
 from slipstream.models.qwen3_moe.model import MoeModel
 from slipstream.trainer.config import SftConfig, TrainerConfig
-from slipstream.trainer.model_dir import prepare_model_dir
+from slipstream.trainer.model_dir import prepare_model_dir_when_room
 from slipstream.trainer.packed import Packed
 from slipstream.trainer.start import make_model
+from slipstream.trainer.status import Status
 
 PRINTED_STEPS = 10
 
@@ -134,13 +135,13 @@ def main() -> None:
     config = cli(TrainerConfig)
     setup_logging(config, "trainer")
     torch.set_num_threads(config.torch_threads)
-    prepare_model_dir(config)
+    prepare_model_dir_when_room(config)
 
     def on_progress(progress: SftProgress) -> None:
         if progress.step % PRINTED_STEPS == 0:
             print(f"step {progress.step}: loss {progress.loss:.3f}, validation {progress.accuracy:.2f}", flush=True)
 
-    _, figures = make_model(config, on_progress)
+    _, figures = make_model(config, on_progress, Status())
     print(
         f"warmed up in {figures['sft_step']:.0f} steps, validation {figures['sft_accuracy']:.2f}: {config.model_dir}",
         flush=True,

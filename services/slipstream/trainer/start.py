@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import move_into_place
+from slipstream.trainer.room import Stopped, write_when_room
 from slipstream.trainer.status import Status
 from slipstream.trainer.timeline import Timeline
 
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from slipstream.models.qwen3_moe.model import MoeModel
     from slipstream.trainer.sft import SftProgress
     from slipstream.trainer.step import Learner
-
-
-class Stopped(Exception):
-    """The trainer was asked to stop before the warm-up ended."""
 
 
 def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
@@ -34,12 +31,14 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
         status.activity, status.fraction_done = "sft", progress.fraction_done
         status.metrics = sft_figures(progress)
 
-    model, figures = make_model(config, on_progress)
+    model, figures = make_model(config, on_progress, status)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
     return Learner(model, config.optim, config.loss), figures
 
 
-def make_model(config: TrainerConfig, on_progress: Callable[[SftProgress], None]) -> tuple[MoeModel, dict[str, float]]:
+def make_model(
+    config: TrainerConfig, on_progress: Callable[[SftProgress], None], status: Status
+) -> tuple[MoeModel, dict[str, float]]:
     """Load or warm up the model, write its weights to the model directory, and return it with its figures."""
     from slipstream.models.qwen3_moe.model import build_model, init_weights
     from slipstream.models.qwen3_moe.state_dict import load_model, save_model
@@ -53,8 +52,12 @@ def make_model(config: TrainerConfig, on_progress: Callable[[SftProgress], None]
         if config.sft.enabled:
             figures = _warm_up(model, config, on_progress)
     scratch = config.model_dir / ".new"
-    save_model(model, scratch)
-    move_into_place(scratch, config.model_dir)
+
+    def save() -> None:
+        save_model(model, scratch)
+        move_into_place(scratch, config.model_dir)
+
+    write_when_room(save, status)
     return model, figures
 
 
@@ -67,7 +70,7 @@ def _warm_up(model: MoeModel, config: TrainerConfig, on_progress: Callable[[SftP
     from slipstream.environments.demonstrations import Demonstrations
     from slipstream.trainer.sft import warm_up
 
-    timeline = Timeline(config.run_dir / "timeline" / f"{config.replica or 'trainer'}.jsonl")
+    timeline = Timeline(config.timeline_file, config.timeline_limit_bytes)
     with timeline.interval("sft"):
         demonstrations = Demonstrations(config.environments, config.model_dir, config.seed)
         return sft_figures(warm_up(model, config.sft, demonstrations, on_progress))

@@ -30,8 +30,20 @@ class Status:
     version: PolicyVersion = UNSET
     parameter_count: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    waiting_for_room: set[object] = field(default_factory=set)
+    """One member for each thing made that finds no room, here or at the broadcaster."""
+
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by Stop: end after the step at hand."""
+
+    @property
+    def disk_full(self) -> bool:
+        return bool(self.waiting_for_room)
+
+    @property
+    def shown_activity(self) -> str:
+        """What others are told."""
+        return "disk_full" if self.disk_full else self.activity
 
     def enter(self, activity: str) -> None:
         self.activity, self.fraction_done = activity, 0.0
@@ -53,7 +65,8 @@ class ActivityReporter:
     async def report(self) -> None:
         """Report if something changed since the last time."""
         # Between steps activities change several times a second and the step's own report tells enough.
-        activity = self._status.activity if self._status.activity in ("starting", "sft", "saving") else "training"
+        activity = self._status.shown_activity
+        activity = activity if activity in ("starting", "sft", "saving", "disk_full") else "training"
         state = (activity, self._status.fraction_done)
         if state == self._reported:
             return

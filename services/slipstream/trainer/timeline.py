@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream.common.disk import AppendFile, PatientFile
+
+KEPT_FILES = 1
+BUFFER_BYTES = 1 << 20
+
 
 class Timeline:
     """Appends intervals of work in Unix seconds. Kinds: "sft", "train_step", "publish"."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
+    def __init__(self, path: Path, limit_bytes: int = 0) -> None:
+        """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
+        self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
 
     @contextmanager
     def interval(self, kind: str, **fields: object) -> Iterator[None]:
@@ -22,5 +27,4 @@ class Timeline:
         start_s = time.time()
         yield
         record = {"kind": kind, "start_s": start_s, "end_s": time.time(), **fields}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record).encode() + b"\n")

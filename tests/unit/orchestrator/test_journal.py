@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.common.errors import JournalCorrupt
-from slipstream.orchestrator.journal import Journal, read_journal
+from slipstream.common.errors import DiskFull, JournalCorrupt
+from slipstream.orchestrator.journal import Journal, read_journal, segments
 
 
 def written(path: Path, count: int = 5) -> Path:
@@ -64,3 +64,52 @@ async def test_sync_covers_everything_appended_before_it(tmp_path: Path) -> None
     await journal.sync()
     journal.close()
     assert len(read_journal(journal.path).records) == 1
+
+
+async def test_records_wait_for_room_on_a_full_disk_and_sync_says_so(small_disk) -> None:
+    disk = small_disk(64 * 1024)
+    journal = Journal(disk.path / "journal.jsonl")
+    journal.append("run")
+    await journal.sync()
+    disk.fill()
+    for step in range(200):
+        journal.append("sealed", step=step)
+    assert journal.stuck
+    with pytest.raises(DiskFull):
+        await journal.sync()
+    whole = read_journal(journal.path)  # whoever looks meanwhile sees whole records
+    assert whole.cut_bytes == 0
+    assert len(whole.records) < 201
+    disk.free()
+    await journal.sync()
+    assert (journal.stuck, journal.waiting_bytes) == (False, 0)
+    journal.close()
+    assert [record.get("step") for record in read_journal(journal.path).records] == [None, *range(200)]
+
+
+async def test_the_oldest_segments_go_once_their_positions_have_ended(tmp_path: Path) -> None:
+    ended = 0
+    limit_bytes = 16_384
+    journal = Journal(tmp_path / "journal.jsonl", limit_bytes, lambda: ended)
+    for position in range(600):
+        journal.append("acquired", position=position)
+        await journal.sync()
+    kept = [record["n"] for record in read_journal(journal.path).records]
+    assert kept == list(range(600)), "an open position keeps all"
+    ended = 590
+    for position in range(600, 1200):
+        journal.append("acquired", position=position)
+        await journal.sync()
+    journal.close()
+    kept = [record["n"] for record in read_journal(journal.path).records]
+    assert kept[0] < 590
+    assert kept == list(range(kept[0], 1200))
+
+    ended = 1200
+    bounded = Journal(tmp_path / "bounded" / "journal.jsonl", limit_bytes, lambda: ended)
+    for position in range(1200):
+        bounded.append("acquired", position=position)
+        await bounded.sync()
+        assert sum(file.stat().st_size for file in segments(bounded.path)) <= limit_bytes + 200
+    bounded.close()
+    assert 0 < read_journal(bounded.path).records[0]["n"] < 1200

@@ -25,6 +25,9 @@ class WorkerConfig(ServiceConfig):
     fetch_timeout_s: float = Field(default=60.0, gt=0)
     """Time to fetch one version of the weights."""
 
+    timeline_limit_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Bytes of this worker's files under timeline/; the older half goes when they are reached."""
+
     model_timeout_s: float = Field(default=120.0, ge=0)
     """Time to wait at start for `<run_dir>/model/config.json`."""
 

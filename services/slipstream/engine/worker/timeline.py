@@ -6,17 +6,20 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from slipstream.common.disk import AppendFile, PatientFile
 from slipstream.engine.base import BusyInterval
 
 BRIDGED_GAP_S = 0.02
+KEPT_FILES = 1
+BUFFER_BYTES = 1 << 20
 
 
 class Timeline:
     """Appends intervals; stretches of the same kind with shorter gaps than `BRIDGED_GAP_S` are one."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", buffering=1)
+    def __init__(self, path: Path, limit_bytes: int = 0) -> None:
+        """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
+        self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
         self._last: dict[str, BusyInterval] = {}
 
     def add(self, intervals: Iterable[BusyInterval], now_s: float) -> None:
@@ -37,7 +40,7 @@ class Timeline:
     def record(self, kind: str, start_s: float, end_s: float, **fields: object) -> None:
         """Write one interval, Unix seconds."""
         line = {"kind": kind, "start_s": round(start_s, 4), "end_s": round(end_s, 4), **fields}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         for last in self._last.values():

@@ -71,7 +71,8 @@ class Worker:
         self.gate = WorkerGate(self.identity, self.updates)
         self.routes = RouteRows(engine, self.identity)
         self.kv_events = KvEventLog()
-        self.timeline = Timeline(config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl")
+        timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"
+        self.timeline = Timeline(timeline, config.timeline_limit_bytes)
         self._host = config.listen.host
         self._state = state
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
+from slipstream.common.disk import make_directory, replace_file
 
 
 class MoeConfig(BaseConfig):
@@ -116,8 +117,8 @@ class MoeConfig(BaseConfig):
 
     def save(self, model_dir: Path) -> None:
         """Write `<model_dir>/config.json`."""
-        model_dir.mkdir(parents=True, exist_ok=True)
-        (model_dir / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
+        make_directory(model_dir)
+        replace_file(model_dir / "config.json", json.dumps(self.to_hf(), indent=2).encode() + b"\n")
 
     @classmethod
     def load(cls, model_dir: Path) -> MoeConfig:

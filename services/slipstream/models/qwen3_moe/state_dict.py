@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from slipstream.common.disk import replace_file
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import MoeModel, build_model
 
@@ -74,9 +75,9 @@ def load_hf(model: MoeModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save_model(model: MoeModel, model_dir: Path) -> None:
-    """Write `config.json` and `model.safetensors`."""
+    """Write `config.json` and `model.safetensors`, each whole or not at all. Raises `DiskFull`."""
     model.sizes.save(model_dir)
-    save_file(to_hf(model), model_dir / "model.safetensors", metadata={"format": "pt"})
+    replace_file(model_dir / "model.safetensors", save(to_hf(model), metadata={"format": "pt"}))
 
 
 def load_model(model_dir: Path, attention: Any = None) -> MoeModel:
