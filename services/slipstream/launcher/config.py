@@ -84,6 +84,12 @@ class LauncherSection(BaseConfig):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Level of every service's log."""
 
+    log_limit_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Size at which a service's log, or what it printed, becomes `<name>.1` and a new file is begun."""
+
+    log_kept_files: int = Field(default=2, ge=0, le=100)
+    """Older logs of a service that are kept; of what it printed, one at most."""
+
 
 class EvaluationSection(BaseConfig):
     """Held-out problems, asked greedily through the same router, prefill and decode workers."""

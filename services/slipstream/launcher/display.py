@@ -49,6 +49,7 @@ class LineDisplay:
         self._begun_s = time.monotonic()
         self._left = TimeLeft()
         self._phase = ""
+        self._pause = ""
         self._next_s = 0.0
 
     def say(self, text: str) -> None:
@@ -60,6 +61,10 @@ class LineDisplay:
     def show(self, run: run_pb2.Run) -> None:
         left_s = self._left.update(run)
         now_s = time.monotonic()
+        pause = run.reason if paused(run) else ""
+        if pause != self._pause:
+            self.say(f"paused: {pause}" if pause else "the run goes on")
+            self._pause = pause
         if run.phase == self._phase and now_s < self._next_s:
             return
         self._phase, self._next_s = run.phase, now_s + LINE_INTERVAL_S

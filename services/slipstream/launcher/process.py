@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.common.disk import numbered
 from slipstream.launcher import child
 
 Ready = Callable[[], Awaitable[bool]]
@@ -53,6 +56,24 @@ class SupervisedProcess:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    def limit_output(self, limit_bytes: int, kept_files: int) -> None:
+        """Move what it printed to `<name>.1` once it is long; the process has the file open and keeps it.
+
+        What it prints between the copy and the cut is lost; on a full disk the copy is.
+        """
+        path = self.spec.output_file
+        with contextlib.suppress(OSError):
+            if path.stat().st_size <= limit_bytes:
+                return
+            if kept_files:
+                staged = path.with_name(f"{path.name}.new")
+                try:
+                    shutil.copyfile(path, staged)
+                    staged.replace(numbered(path, 1))
+                except OSError:
+                    staged.unlink(missing_ok=True)
+            os.truncate(path, 0)
 
     def exit_reason(self) -> str | None:
         """Reap the process if it has ended, with the rest of its group; None while it runs."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.common.disk import with_older
 from slipstream.launcher.intervals import Interval
 from slipstream.launcher.rundir import RunDir
 
@@ -27,6 +28,11 @@ def read_json_lines(path: Path) -> Iterator[Record]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def read_all(path: Path) -> list[Record]:
+    """Records of a file and of the older ones that it became, oldest first."""
+    return [record for file in with_older(path) for record in read_json_lines(file)]
 
 
 @dataclass
@@ -70,8 +76,8 @@ def read_run(run: RunDir) -> RunRecords:
     return RunRecords(
         name=run.name,
         config=config,
-        metrics=list(read_json_lines(run.path / "metrics.jsonl")),
-        timeline={path.stem: list(read_json_lines(path)) for path in sorted((run.path / "timeline").glob("*.jsonl"))},
+        metrics=read_all(run.path / "metrics.jsonl"),
+        timeline={path.stem: read_all(path) for path in sorted((run.path / "timeline").glob("*.jsonl"))},
         evaluations=[
             record
             for path in sorted((run.path / "rollouts").glob("*.jsonl"))

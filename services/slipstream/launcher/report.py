@@ -31,8 +31,12 @@ def write_report(run: RunDir) -> Path:
 
 def _replace(path: Path, text: str) -> None:
     staged = path.with_name(path.name + ".tmp")
-    staged.write_text(text, encoding="utf-8")
-    staged.replace(path)
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    except OSError:  # a full disk: half a report is of no use
+        staged.unlink(missing_ok=True)
+        raise
 
 
 def build_report(records: RunRecords) -> dict[str, Any]:

@@ -74,7 +74,12 @@ def _resolve_one(
         "replica": replica,
         "listen": {"host": LOOPBACK, "port": port_of(address)},
         "auth": {"token_file": run.token_file},
-        "log": {"level": config.launcher.log_level, "file": run.log_file(replica)},
+        "log": {
+            "level": config.launcher.log_level,
+            "file": run.log_file(replica),
+            "limit_bytes": config.launcher.log_limit_bytes,
+            "kept_files": config.launcher.log_kept_files,
+        },
         "redis": {"url": redis_url},
         "drain_timeout_s": min(MAX_DRAIN_S, DRAIN_FRACTION * config.launcher.stop_timeout_s),
         "seed": config.run.seed,

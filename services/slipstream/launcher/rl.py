@@ -15,6 +15,7 @@ from slipstream.launcher import progress
 from slipstream.launcher.cli import load, shown
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, open_display
+from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import PortLease, assign_endpoints
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.report import write_report
@@ -47,8 +48,11 @@ async def _run_rl(
 ) -> int:
     endpoints = assign_endpoints(run.endpoints_file, replicas_of(config), lease)
     configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}")
-    run.config_file.write_text(dump_toml(config))
-    write_configs(run, configs)
+    try:
+        run.config_file.write_text(dump_toml(config))
+        write_configs(run, configs)
+    except OSError as error:
+        raise RunDirError(f"{run.path} cannot be written: {error.strerror}") from None
     run.record("run_started", argv=sys.argv[1:])
     stages = [[valkey_spec(run, socket)], service_specs(run, endpoints)]
     count = sum(map(len, stages))
@@ -62,6 +66,7 @@ async def _run_rl(
 
     def on_run(now: run_pb2.Run) -> None:
         latest.CopyFrom(now)
+        run.write_waiting()
         display.show(now)
 
     async def work() -> None:
@@ -81,6 +86,14 @@ async def _run_rl(
     return _conclude(run, ending, latest, wall_s, display)
 
 
+def _report(run: RunDir) -> str:
+    """Write the report; says where it is, or why there is none."""
+    try:
+        return f"report: {shown(write_report(run))}"
+    except OSError as error:
+        return f"no report: {error.strerror}; `slipstream report {shown(run.path)}` makes it later"
+
+
 def _supervisor(config: RunConfig, run: RunDir) -> Supervisor:
     launcher = config.launcher
     return Supervisor(
@@ -88,6 +101,8 @@ def _supervisor(config: RunConfig, run: RunDir) -> Supervisor:
         restart_budget=launcher.restart_budget,
         start_timeout_s=launcher.start_timeout_s,
         stop_timeout_s=launcher.stop_timeout_s,
+        log_limit_bytes=launcher.log_limit_bytes,
+        log_kept_files=launcher.log_kept_files,
         on_event=run.record,
     )
 
@@ -104,9 +119,8 @@ def _kinds(stages: list[list[ProcessSpec]]) -> list[str]:
 def _conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, display: Display) -> int:
     """Write the report and tell the outcome in one line."""
     run.record("run_ended", exit_code=ending.exit_code, reason=ending.sentence)
-    report = write_report(run)
     display.close()
-    parts = [f"{latest.step} steps in {progress.duration(wall_s)}", f"report: {shown(report)}"]
+    parts = [f"{latest.step} steps in {progress.duration(wall_s)}", _report(run)]
     accuracies = progress.outcome(latest)
     if accuracies:
         parts.insert(0, f"accuracy {accuracies}")

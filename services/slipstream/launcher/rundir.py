@@ -7,13 +7,16 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from slipstream.common.auth import write_token
+from slipstream.common.disk import AppendFile, PatientFile
 from slipstream.launcher.errors import RunDirError
 
 SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
 MAX_NAME_ATTEMPTS = 10_000
+EVENTS_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,17 @@ class RunDir:
         """Standard output and error: tracebacks and whatever libraries print."""
         return self.path / "logs" / f"{replica}.out"
 
+    @cached_property
+    def _events(self) -> PatientFile:
+        return PatientFile(AppendFile(self.events_file), EVENTS_BUFFER_BYTES)
+
     def record(self, kind: str, **fields: object) -> None:
-        """Append one event of the launcher to `launcher.jsonl`."""
-        with self.events_file.open("a") as events:
-            events.write(json.dumps({"kind": kind, "time_s": time.time(), **fields}) + "\n")
+        """Append one event of the launcher to `launcher.jsonl`; it waits while the disk is full."""
+        self._events.write(json.dumps({"kind": kind, "time_s": time.time(), **fields}).encode() + b"\n")
+
+    def write_waiting(self) -> None:
+        """Write the events that found no room, if there is some now."""
+        self._events.flush()
 
 
 def create_run_dir(directory: Path, name: str) -> RunDir:

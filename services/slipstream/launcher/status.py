@@ -18,7 +18,7 @@ from slipstream.common.channel import AioChannel, open_channel, read_token
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
-from slipstream.launcher.progress import PHASE_NAMES
+from slipstream.launcher.progress import PHASE_NAMES, paused
 from slipstream.launcher.records import read_json_lines
 from slipstream.launcher.rundir import RunDir, launcher_pid
 from slipstream.launcher.services import HealthCheck, service_of
@@ -36,6 +36,8 @@ class ServiceStatus:
     version: str = ""
     load: str = ""
     memory_mib: float | None = None
+    note: str = ""
+    """A sentence below the table: why the run is paused."""
 
 
 async def read_status(run: RunDir) -> list[ServiceStatus]:
@@ -92,6 +94,8 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     row.version = _version(run.serving) if run.HasField("serving") else ""
     row.load = f"{PHASE_NAMES.get(run.phase, run.phase)}, step {run.step}/{run.total_steps}, "
     row.load += f"{run.running_group_count} groups running"
+    if paused(run):
+        row.note = f"paused: {run.reason}"
 
 
 def _version(version: types_pb2.PolicyVersion) -> str:
@@ -123,3 +127,5 @@ def print_status(run: RunDir, rows: list[ServiceStatus]) -> None:
         table.add_section()
         table.add_row("together", "", "", "", f"{total_mib:.0f}", "")
     Console(width=None if Console().is_terminal else 160).print(table)
+    for note in (row.note for row in rows if row.note):
+        print(note)

@@ -20,6 +20,8 @@ from slipstream.launcher.process import ProcessSpec, SupervisedProcess
 
 POLL_INTERVAL_S = 0.1
 READY_INTERVAL_S = 0.2
+OUTPUT_INTERVAL_S = 2.0
+"""How often the length of what processes print is looked at, in seconds."""
 TERM_FRACTION = 0.7
 """Part of the stop timeout that processes get between SIGTERM and SIGKILL."""
 HEALTHY_AFTER_S = 60.0
@@ -42,6 +44,8 @@ class Supervisor:
         max_backoff_s: float = 10.0,
         start_timeout_s: float = 180.0,
         stop_timeout_s: float = 20.0,
+        log_limit_bytes: int = 64 << 20,
+        log_kept_files: int = 1,
         on_event: OnEvent = lambda kind, **fields: None,
     ) -> None:
         self._restart = restart
@@ -50,6 +54,8 @@ class Supervisor:
         self._max_backoff_s = max_backoff_s
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._log_limit_bytes = log_limit_bytes
+        self._log_kept_files = log_kept_files
         self._on_event = on_event
         self._running: dict[str, SupervisedProcess] = {}
         self._restarts: dict[str, int] = {}
@@ -79,8 +85,13 @@ class Supervisor:
 
     async def watch(self) -> NoReturn:
         """Run until a death ends the run: raises ServiceDiedError."""
+        looked_s = time.monotonic()
         while True:
             self._handle_exits()
+            if time.monotonic() - looked_s > OUTPUT_INTERVAL_S:
+                looked_s = time.monotonic()
+                for process in self._running.values():
+                    process.limit_output(self._log_limit_bytes, self._log_kept_files)
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def stop(self) -> None:
