@@ -108,7 +108,8 @@ class SmallDisk:
         user = ("-U", "--preserve-credentials") if not root else ()
         # In a second user namespace whoever was somebody is that again, not root: so the sandbox finds what it expects.
         again = ("unshare", "-U", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}") if not root else ()
-        self.enter = ("nsenter", "-t", pid, "-m", *user, f"--wd={inside}", *again)
+        change = ("sh", "-c", 'cd "$0" && exec "$@"', str(inside))
+        self.enter = ("nsenter", "-t", pid, "-m", *user, *change, *again)
 
     def fill(self, left_bytes: int = 0) -> None:
         """Take all but `left_bytes` at once, to the last page."""

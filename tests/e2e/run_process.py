@@ -54,17 +54,34 @@ evaluation_task_count = 4
 class RunProcess:
     """`slipstream rl` or `up` in a directory of its own, on a configuration that ends in seconds."""
 
-    def __init__(self, directory: Path, name: str, *arguments: str, command: str = "rl", options: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *arguments: str,
+        command: str = "rl",
+        options: str = "",
+        enter: tuple[str, ...] = (),
+        inside: Path | None = None,
+    ) -> None:
+        """`enter`: what to start commands through, where the run has a file system of its own.
+
+        Its directory, `directory` from here, is then `inside` from there.
+        """
         self.directory = directory
+        self.inside = inside or directory
+        self.enter = enter
         self.path = directory / "runs" / name
         config_file = directory / f"{name}.toml"
         config_file.write_text(SMALL + (f"[environments.options]\n{options}\n" if options else ""))
-        self.output_file = directory / f"{name}.out"
+        # Beside a small disk, not on it.
+        self.output_file = self.inside.with_name(f"{name}.out") if enter else directory / f"{name}.out"
+        command_words = command_line(command, "@", config_file.name, "--run.name", name, *arguments)
         with self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
                 # Guarded: it dies with the tests, whatever ends those.
-                guarded(tuple(command_line(command, "@", str(config_file), "--run.name", name, *arguments))),
-                cwd=directory,
+                guarded((*enter, *command_words)),
+                cwd=None if enter else directory,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -76,8 +93,8 @@ class RunProcess:
     def slipstream(self, *arguments: str, timeout_s: float = 40.0) -> subprocess.CompletedProcess[str]:
         """Another `slipstream` command, typed in the same directory."""
         return subprocess.run(
-            command_line(*arguments),
-            cwd=self.directory,
+            [*self.enter, *command_line(*arguments)],
+            cwd=None if self.enter else self.directory,
             env=environment(),
             capture_output=True,
             text=True,
@@ -145,8 +162,9 @@ class RunProcess:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self._seen[process.pid] = process
         found = {pid: process for pid, process in self._seen.items() if lives(process)}
+        run_path = str(self.inside / "runs" / self.path.name)
         for process in psutil.process_iter(["cmdline"]):
-            named = any(str(self.path) in part for part in process.info["cmdline"] or ())
+            named = any(run_path in part for part in process.info["cmdline"] or ())
             if named and process.pid != self.process.pid and lives(process):
                 found[process.pid] = process
         return list(found.values())
@@ -171,7 +189,7 @@ class RunProcess:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., RunProcess]]:
-    """Starts runs in one directory: `launch("small", "--orchestrator.total-steps", "9")`."""
+    """Starts runs in one directory: `launch("small", "--orchestrator.total-steps", "9")`; with `disk=`, on that."""
     with launching(tmp_path) as start:
         yield start
 
@@ -181,7 +199,10 @@ def launching(directory: Path) -> Iterator[Callable[..., RunProcess]]:
     """What `launch` is, for fixtures of a wider scope."""
     launched: list[RunProcess] = []
 
-    def start(name: str, *arguments: str, **options: str) -> RunProcess:
+    def start(name: str, *arguments: str, disk: Any = None, **options: Any) -> RunProcess:
+        if disk is not None:
+            launched.append(RunProcess(disk.path, name, *arguments, enter=disk.enter, inside=disk.inside, **options))
+            return launched[-1]
         launched.append(RunProcess(directory, name, *arguments, **options))
         return launched[-1]
 

@@ -1,0 +1,115 @@
+"""The disk fills up while a run trains: it pauses with a sentence, loses nothing, and goes on when there is room."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240, func_only=False)
+
+MIB = 2**20
+STEPS = 14
+GROUPS_PER_STEP, SAMPLES = 4, 4
+TERMINAL = {"filtered", "failed", "dropped", "aged_out", "cancelled"}
+THRESHOLD = ("--orchestrator.disk.min-free-bytes", str(16 * MIB))
+NO_THRESHOLD = ("--orchestrator.disk.min-free-bytes", "0")
+
+
+@pytest.fixture
+def start(launch, small_disk):
+    def start(*arguments: str):
+        disk = small_disk(96 * MIB)
+        # Something is always written: the log of the last service's start, at the least, is long past.
+        run = launch("run", "--orchestrator.total-steps", str(STEPS), *arguments, disk=disk)
+        run.wait_step(2)
+        return run, disk
+
+    return start
+
+
+def pauses(run) -> list[str]:
+    return [record["state"] for record in run.metrics("run")]
+
+
+def status(run) -> str:
+    return run.slipstream("status", "run").stdout
+
+
+def check_that_nothing_was_lost(run) -> None:
+    assert run.end(150) == 0, run.output
+    assert run.events("service_died") == []
+    assert len(run.metrics("step")) == STEPS
+    journal = run.journal()
+    assert [record["n"] for record in journal] == list(range(len(journal)))
+    ends: Counter[int] = Counter()
+    for record in journal:
+        if record["kind"] == "ended":
+            assert record["outcome"] in TERMINAL
+            ends[record["position"]] += 1
+        if record["kind"] == "sealed":
+            ends.update(record["positions"])
+    acquired = {record["position"] for record in journal if record["kind"] == "acquired"}
+    assert {ends[position] for position in acquired} == {1}
+    assert [record["step"] for record in journal if record["kind"] == "trained"] == list(range(1, STEPS + 1))
+
+    logged = Counter((line["group_id"], line["attempt"]) for line in run.rollouts())
+    assert set(logged.values()) == {SAMPLES}
+    trained = {
+        (f"train-{position}", attempt)
+        for record in journal
+        if record["kind"] == "sealed"
+        for position, attempt in zip(record["positions"], record["attempts"], strict=True)
+    }
+    assert len(trained) == STEPS * GROUPS_PER_STEP
+    assert trained <= logged.keys()
+    for path in (run.path / "rollouts").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            json.loads(line)
+    assert (run.path / "checkpoints" / "final" / "model.safetensors").stat().st_size > 0
+    assert run.report()["steps"] == STEPS
+
+
+def test_below_the_threshold_the_run_pauses_and_goes_on_by_itself(start):
+    run, disk = start(*THRESHOLD)
+    disk.fill(left_bytes=12 * MIB)
+    run.wait_until(lambda: pauses(run)[-1:] == ["paused"], 20)
+    run.wait_until(lambda: "paused: the disk is full (DISK_FULL): " in run.output, 20)
+    shown = status(run)
+    assert "paused: the disk is full (DISK_FULL): " in shown, shown
+    assert "the run goes on when there is room" in shown
+    before = len(run.metrics("step"))
+    assert before < STEPS
+    disk.free()
+    run.wait_until(lambda: pauses(run)[-2:] == ["paused", "running"], 20)
+    check_that_nothing_was_lost(run)
+    assert "the run goes on" in run.output
+
+
+@pytest.mark.parametrize("arguments", [NO_THRESHOLD, THRESHOLD], ids=["no threshold", "threshold"])
+def test_writes_that_find_no_room_wait_for_it(start, arguments):
+    run, disk = start(*arguments)
+    disk.fill()
+    run.wait_until(lambda: "paused: the disk is full (DISK_FULL): " in run.output, 60)
+    shown = status(run)
+    assert "paused: the disk is full (DISK_FULL): 0 MiB are free" in shown, shown
+    steps = len(run.metrics("step"))
+    assert steps < STEPS
+    assert run.process.poll() is None
+    for name in ("journal/journal.jsonl", "metrics.jsonl", "rollouts/runner-1.jsonl"):
+        assert (run.path / name).read_bytes().endswith(b"\n"), f"a torn record in {name}"
+    disk.free()
+    check_that_nothing_was_lost(run)
+
+
+def test_directories_that_somebody_removes_are_made_again(launch):
+    run = launch("run", "--orchestrator.total-steps", "8")
+    run.wait_step(2)
+    for name in ("timeline", "rollouts"):
+        shutil.rmtree(run.path / name, ignore_errors=True)
+    assert run.end(120) == 0, run.output
+    assert len(run.metrics("step")) == 8
+    assert any((run.path / "timeline").glob("*.jsonl"))
+    assert run.rollouts()
