@@ -94,7 +94,7 @@ class OrchestratorConfig(ServiceConfig):
     """Groups ready beyond a step's at which its quotas yield. Unset means half of groups_per_step."""
 
     min_reward_std: float = Field(default=1e-6, ge=0)
-    """Groups whose rewards spread less teach nothing and are dropped."""
+    """Groups whose rewards spread less teach nothing and are dropped. 0 trains every group."""
 
     advantage_epsilon: float = Field(default=1e-4, gt=0)
     """Added to the standard deviation that advantages are divided by."""

@@ -1,8 +1,9 @@
 """The journal: what became of every position, append-only and checksummed, on disk before a plan is given out.
 
 One record a line: eight hex digits of CRC-32 over the rest, a space, and a JSON object whose `n` counts records
-from 0. A line cut short at the end of the file is what a crash leaves: it is cut off and reported. Anything else
-that does not check out means that the file was changed: it is refused.
+from 0 and whose `time_s` tells when it was appended, in Unix seconds. A line cut short at the end of the file is what
+a crash leaves: it is cut off and reported. Anything else that does not check out means that the file was changed: it
+is refused.
 
 Records that find no room on the disk wait in memory, in order, and `sync` says so. A file that is
 long enough becomes a segment, `journal-<n of its first record>.jsonl`. Beyond the bound the oldest segments go, as
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -85,7 +87,8 @@ class Journal:
 
     def append(self, kind: str, **fields: object) -> None:
         """Add one record; once written it outlives this process, but not the machine until `sync`."""
-        body = json.dumps({"n": self._next, "kind": kind, **fields}, separators=(",", ":")).encode()
+        record = {"n": self._next, "kind": kind, "time_s": round(time.time(), 4), **fields}
+        body = json.dumps(record, separators=(",", ":")).encode()
         line = b"%08x %b\n" % (zlib.crc32(body), body)
         position = fields.get("position", -1)
         if isinstance(position, int):

@@ -61,7 +61,7 @@ class Sealer:
         rewards = [record.reward for record in records]
         mean = sum(rewards) / len(rewards)
         variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
-        if variance <= self.min_reward_std**2:
+        if variance < self.min_reward_std**2:
             return None
         return ScoredGroup(assignment, list(records), group_normalized(rewards, self.advantage_epsilon))
 

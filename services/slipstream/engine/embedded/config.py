@@ -25,6 +25,9 @@ class EmbeddedConfig(BaseConfig):
     max_prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens computed in one forward pass, so that running samples do not wait longer than that."""
 
+    torch_threads: int = Field(default=1, ge=1)
+    """Threads of torch's operators, all within the engine's one thread."""
+
     route_bytes: int = Field(default=64 << 20, ge=0)
     """Expert routes kept for the trainer; the oldest are dropped beyond."""
 

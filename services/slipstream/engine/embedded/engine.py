@@ -114,7 +114,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         error: BaseException | None = None
-        torch.set_num_threads(1)
+        torch.set_num_threads(self._config.torch_threads)
         try:
             with torch.inference_mode():
                 self._work()
