@@ -199,3 +199,12 @@ async def test_work_is_logged_as_intervals_and_cache_changes_as_events(engine):
     assert (stored.kind, len(stored.block_hashes)) == ("stored", 2)
     load = engine.load()
     assert (load.decoded_tokens, load.prefilled_tokens, load.prefix_query_tokens) == (8, 10, 10)
+
+
+async def test_operators_run_with_the_configured_number_of_threads():
+    engine = await started(weights(0), CONFIG.model_copy(update={"torch_threads": 2}))
+    try:
+        seen = await engine.checksums(lambda name, array: torch.get_num_threads())
+    finally:
+        await engine.stop()
+    assert set(seen.values()) == {2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_what_was_appended_is_read_back_in_order(tmp_path: Path) -> None:
     recovered = read_journal(written(tmp_path / "journal"))
     assert [record["step"] for record in recovered.records] == list(range(5))
     assert recovered.cut_bytes == 0
+
+
+def test_each_record_tells_when_it_was_appended(tmp_path: Path) -> None:
+    before_s = time.time()
+    times_s = [record["time_s"] for record in read_journal(written(tmp_path / "journal")).records]
+    assert times_s == sorted(times_s)
+    assert before_s - 1e-3 <= times_s[0] <= times_s[-1] <= time.time() + 1e-3
 
 
 @pytest.mark.parametrize("lost", [1, 7, 30])

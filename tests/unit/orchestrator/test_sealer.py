@@ -12,10 +12,10 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.orchestrator.sealer import ScoredGroup, Sealer, within_bound
 
 
-def sealer(micro_batch_tokens: int = 64, data_ranks: int = 1) -> Sealer:
+def sealer(micro_batch_tokens: int = 64, data_ranks: int = 1, min_reward_std: float = 1e-6) -> Sealer:
     return Sealer(
         min_group_size=2,
-        min_reward_std=1e-6,
+        min_reward_std=min_reward_std,
         advantage_epsilon=1e-4,
         micro_batch_tokens=micro_batch_tokens,
         data_ranks=data_ranks,
@@ -66,6 +66,12 @@ def test_advantages_are_the_rewards_less_their_mean_over_their_spread() -> None:
 def test_a_group_whose_rewards_do_not_differ_is_filtered(reward: float) -> None:
     records = [record(str(i), reward) for i in range(8)]
     assert sealer().judge(runner_pb2.GroupAssignment(), records) is None
+
+
+def test_without_a_least_spread_a_group_whose_rewards_do_not_differ_is_trained_with_no_advantage() -> None:
+    group = sealer(min_reward_std=0.0).judge(runner_pb2.GroupAssignment(), [record(str(i), 0.3) for i in range(8)])
+    assert group is not None
+    assert group.advantages == [0.0] * 8
 
 
 def test_a_plan_holds_every_sequence_once_within_the_micro_batch_budget() -> None:
