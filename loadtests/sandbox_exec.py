@@ -23,6 +23,7 @@ import structlog
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
 
 from slipstream.api.sandbox.v1 import sandbox_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.runtime import build_server
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.sandbox.__main__ import SERVICE
@@ -69,7 +70,7 @@ async def through_service(executor: Executor, config: SandboxConfig) -> tuple[fl
     add = sandbox_pb2_grpc.add_SandboxServiceServicer_to_server
     server, port = build_server(config, [(add, executor.servicer, SERVICE)])
     await server.start()
-    async with SandboxClient(f"127.0.0.1:{port}") as client:
+    async with SandboxClient(f"127.0.0.1:{port}", Access()) as client:
 
         async def run() -> None:
             result = await client.run_python(SOURCE)

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from run_process import environment
 
-from slipstream.common.channel import open_channel, read_token
+from slipstream.common.auth import Access, read_token
+from slipstream.common.channel import open_channel
 
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
@@ -96,7 +97,7 @@ def address_of(replica: str, finished) -> str:
 
 
 async def check(address: str, token: str | None, service: subprocess.Popen[bytes]) -> None:
-    async with open_channel(address, token) as opened:
+    async with open_channel(address, Access(token)) as opened:
         channel: Any = opened
         health: Any = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=90, wait_for_ready=True)

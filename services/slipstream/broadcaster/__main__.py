@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
 from slipstream.broadcaster.config import BroadcasterConfig
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.servicer import BroadcastServicer
 from slipstream.broadcaster.store import VersionStore
-from slipstream.common.config import cli
-from slipstream.common.runtime import serve
+from slipstream.common.runtime import run_service, serve
 from slipstream.common.state import State
-from slipstream.common.telemetry import setup_logging
 
 
 async def run(config: BroadcasterConfig) -> None:
@@ -33,9 +29,7 @@ async def run(config: BroadcasterConfig) -> None:
 
 
 def main() -> None:
-    config = cli(BroadcasterConfig)
-    setup_logging(config, "broadcaster")
-    asyncio.run(run(config))
+    run_service("broadcaster", BroadcasterConfig, run)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,81 @@
-"""The run's bearer token: read from a file, checked on every call but health."""
+"""How a process proves who it is, and how it checks others: the run's bearer token, and certificates over TLS.
+
+    access = Access.from_config(config)
+    async with open_channel("127.0.0.1:7000", access) as channel: ...
+
+Every RPC but health needs the token. With TLS both ends show a certificate of the run's own authority, so that a
+stranger does not get as far as a call.
+"""
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import stat
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+import grpc
+
+from slipstream.common.config import ConfigError, ServiceConfig, TlsConfig
 from slipstream.common.errors import Unauthenticated
 
 HEADER = "authorization"
 EXEMPT = ("/grpc.health.v1.Health/",)
 
 
+@dataclass(frozen=True)
+class TlsMaterial:
+    """PEM bytes of one process's certificate, its key, and the authority that both ends trust."""
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    authority: bytes
+
+    @classmethod
+    def load(cls, config: TlsConfig) -> Self | None:
+        """What the files hold, or None where none is configured. Raises `ConfigError`."""
+        if config.cert_file is None or config.key_file is None or config.ca_file is None:
+            return None
+        return cls(
+            _read(config.cert_file, "tls.cert_file"),
+            _read(config.key_file, "tls.key_file"),
+            _read(config.ca_file, "tls.ca_file"),
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        pairs = [(self.key, self.certificate)]
+        return grpc.ssl_server_credentials(pairs, self.authority, require_client_auth=True)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one process needs to call and to serve the others of its run. Without anything: plain, no token."""
+
+    token: str | None = field(default=None, repr=False)
+    tls: TlsMaterial | None = None
+
+    @classmethod
+    def from_config(cls, config: ServiceConfig) -> Self:
+        """Read the files that `config` names. Raises `ConfigError` for one that cannot be used."""
+        return cls(read_token(config.auth.token_file), TlsMaterial.load(config.tls))
+
+
 def read_token(path: Path | None) -> str | None:
-    """The token in `path`, or None without a path."""
+    """The token in `path`, or None without a path. Raises `ConfigError`."""
     if path is None:
         return None
-    token = path.read_text(encoding="ascii").strip()
+    try:
+        token = _read(path, "auth.token_file").decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise ConfigError(f"auth.token_file: {path} holds more than ASCII text, so no token") from None
     if not token:
-        raise ValueError(f"{path} is empty; it must hold the run's token")
+        raise ConfigError(f"auth.token_file: {path} is empty; it must hold the run's token")
     return token
 
 
@@ -29,6 +85,19 @@ def write_token(path: Path) -> str:
     if not path.read_text(encoding="ascii").strip():
         path.write_text(secrets.token_hex(32) + "\n", encoding="ascii")
     return path.read_text(encoding="ascii").strip()
+
+
+def exposed_secrets(config: ServiceConfig) -> list[Path]:
+    """Files with a secret that others than their owner and its group can read."""
+    named = [path for path in (config.auth.token_file, config.tls.key_file) if path is not None]
+    return [path for path in named if path.stat().st_mode & stat.S_IROTH]
+
+
+def _read(path: Path, key: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{key}: {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 class TokenCheck:

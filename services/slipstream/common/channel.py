@@ -1,4 +1,4 @@
-"""Client channels: deadline, keepalive, message size and token, the same for every caller.
+"""Client channels: deadline, keepalive, message size, token and TLS, the same for every caller.
 
 A call without a timeout gets `DEFAULT_TIMEOUT_S` (unary) or `DEFAULT_STREAM_TIMEOUT_S`; nothing waits for
 ever. There is no retry here: one layer retries, the one that knows what is idempotent.
@@ -11,9 +11,7 @@ from typing import Any, Self
 
 import grpc
 
-from slipstream.common.auth import HEADER, read_token
-
-__all__ = ["CHANNEL_OPTIONS", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS", "open_channel", "open_sync_channel", "read_token"]
+from slipstream.common.auth import HEADER, Access
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 60.0
@@ -91,49 +89,13 @@ class AioChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
 
-class SyncChannel(grpc.Channel):
-    """A blocking channel whose every call carries the token and has a deadline."""
-
-    def __init__(self, channel: grpc.Channel, token: str | None) -> None:
-        self._channel = channel
-        self._token = token
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _wrapped(self._channel.unary_unary(*args, **kwargs), self._token, DEFAULT_TIMEOUT_S)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _wrapped(self._channel.unary_stream(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _wrapped(self._channel.stream_unary(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _wrapped(self._channel.stream_stream(*args, **kwargs), self._token, DEFAULT_STREAM_TIMEOUT_S)
-
-    def subscribe(self, callback: Callable[..., None], try_to_connect: bool = False) -> None:
-        self._channel.subscribe(callback, try_to_connect)
-
-    def unsubscribe(self, callback: Callable[..., None]) -> None:
-        self._channel.unsubscribe(callback)
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def open_channel(address: str, token: str | None = None) -> AioChannel:
-    """A channel for asyncio code. `address` is host:port; connecting happens at the first call."""
-    return AioChannel(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), token)
-
-
-def open_sync_channel(address: str, token: str | None = None) -> SyncChannel:
-    """A channel for blocking code (worker processes that run environment code)."""
-    return SyncChannel(grpc.insecure_channel(address, options=CHANNEL_OPTIONS), token)
+def open_channel(address: str, access: Access) -> AioChannel:
+    """A channel to host:port, over TLS where `access` has certificates; connecting happens at the first call."""
+    if access.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(address, access.tls.channel_credentials(), options=CHANNEL_OPTIONS)
+    return AioChannel(channel, access.token)
 
 
 def _wrapped(call: Callable[..., Any], token: str | None, default_timeout_s: float) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, TypeVar
+from typing import Literal, NamedTuple, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.common.config_errors import ConfigError, suggest
 from slipstream.common.config_files import load_config
@@ -42,10 +42,19 @@ class ListenConfig(BaseConfig):
     """Where a service's gRPC server listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind."""
+    """Address to bind. Anything but loopback needs `auth` and `tls`."""
 
     port: int = Field(default=0, ge=0, le=65535)
     """Port to bind; 0 takes a free one, which the log names."""
+
+    advertise: str = ""
+    """Address host:port at which peers reach this process. Empty: where it listens."""
+
+    def address(self, port: int) -> str:
+        """Where peers reach this process, bound to `port`. Raises `ConfigError` where that is not known."""
+        if not self.advertise and self.host in ("", "0.0.0.0", "::", "[::]"):
+            raise ConfigError(f"listen.advertise is required with listen.host {self.host!r}: peers need an address")
+        return self.advertise or host_port(self.host, port)
 
 
 class AuthConfig(BaseConfig):
@@ -53,6 +62,29 @@ class AuthConfig(BaseConfig):
 
     token_file: Path | None = None
     """File with the run's bearer token. Unset: calls are not checked, allowed on loopback only."""
+
+
+class TlsConfig(BaseConfig):
+    """Mutual TLS on every channel and server: all three files, or none for plain connections on loopback.
+
+    `slipstream certs` makes them.
+    """
+
+    cert_file: Path | None = None
+    """File with this process's certificate, PEM."""
+
+    key_file: Path | None = None
+    """File with the private key of that certificate, PEM."""
+
+    ca_file: Path | None = None
+    """File with the certificate of the authority that every peer's certificate must come from, PEM."""
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> Self:
+        missing = [name for name, path in self if path is None]
+        if 0 < len(missing) < len(type(self).model_fields):
+            raise ValueError(f"{' and '.join(missing)} not set: cert_file, key_file and ca_file go together")
+        return self
 
 
 class LogConfig(BaseConfig):
@@ -99,6 +131,7 @@ class ServiceConfig(BaseConfig):
 
     listen: ListenConfig = ListenConfig()
     auth: AuthConfig = AuthConfig()
+    tls: TlsConfig = TlsConfig()
     log: LogConfig = LogConfig()
     redis: RedisConfig = RedisConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -108,6 +141,11 @@ class ServiceConfig(BaseConfig):
 
     seed: int = 0
     """Seed of everything random in the run."""
+
+
+def host_port(host: str, port: int) -> str:
+    """One address; an IPv6 host gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 class Arguments(NamedTuple):

@@ -20,10 +20,11 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
@@ -31,18 +32,30 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from slipstream.common import telemetry
-from slipstream.common.auth import TokenCheck, read_token
+from slipstream.common.auth import Access, TokenCheck, exposed_secrets
 from slipstream.common.channel import SERVER_OPTIONS
-from slipstream.common.config import ConfigError, ServiceConfig
+from slipstream.common.config import ConfigError, ServiceConfig, cli, host_port
+from slipstream.common.errors import SlipstreamError
 from slipstream.common.handlers import Drain, HandlerRegistrar, ends_on_drain
 
-__all__ = ["Service", "ServiceFailed", "build_server", "die_with_parent", "ends_on_drain", "leave", "serve"]
+__all__ = [
+    "Service",
+    "ServiceFailed",
+    "build_server",
+    "die_with_parent",
+    "ends_on_drain",
+    "leave",
+    "run_service",
+    "serve",
+]
 
 log = structlog.get_logger()
 
 Loop = Callable[[], Awaitable[Any]]
 AddServicer = Callable[[Any, Any], None]
 Servicers = Sequence[tuple[AddServicer, Any, str]]
+
+Config = TypeVar("Config", bound=ServiceConfig)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -58,14 +71,13 @@ class Service:
     """One gRPC server with its servicers, health and reflection, bound to a port and not yet started."""
 
     def __init__(self, config: ServiceConfig, servicers: Servicers) -> None:
-        token = read_token(config.auth.token_file)
-        if token is None and not _is_loopback(config.listen.host):
-            raise ConfigError(f"auth.token_file is required to listen on {config.listen.host}, which is not loopback")
+        access = Access.from_config(config)
+        _refuse_exposure(config, access)
         self.config = config
         self.drain = Drain()
         self.names = ["", *(name for _, _, name in servicers)]
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        registrar: Any = HandlerRegistrar(self.server, TokenCheck(token), self.drain)
+        registrar: Any = HandlerRegistrar(self.server, TokenCheck(access.token), self.drain)
         for add, servicer, _ in servicers:
             add(servicer, registrar)
         self.health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,11 +85,22 @@ class Service:
         shown = [*self.names[1:], health.SERVICE_NAME, reflection.SERVICE_NAME]
         shown_by = reflection.aio.ReflectionServicer(service_names=shown)  # pyright: ignore[reportAttributeAccessIssue]
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown_by, registrar)
-        address = f"{config.listen.host}:{config.listen.port}"
+        self.port = self._bind(access)
+        self.guards = ("mutual TLS" if access.tls else "plain") + (", token" if access.token else ", no token")
+
+    def _bind(self, access: Access) -> int:
+        host, port = self.config.listen.host, self.config.listen.port
+        address = host_port(host, port)
         try:
-            self.port = self.server.add_insecure_port(address)
+            _try_port(host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: {_reason(error)}") from None
+        try:
+            if access.tls is None:
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, access.tls.server_credentials())
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address}: is the port taken?") from error
+            raise ConfigError(f"cannot listen on {address}") from error
 
     async def set_health(self, serving: bool) -> None:
         for name in self.names:
@@ -86,7 +109,7 @@ class Service:
     async def start(self, serving: bool = True) -> None:
         await self.set_health(serving)
         await self.server.start()
-        log.info("service_started", host=self.config.listen.host, port=self.port, serving=serving)
+        log.info("service_started", host=self.config.listen.host, port=self.port, guards=self.guards, serving=serving)
 
     async def stop(self, on_drain: Loop | None = None) -> None:
         """Refuse new calls, end waiting ones, run `on_drain`, wait for the rest; all within `drain_timeout_s`."""
@@ -111,6 +134,34 @@ def build_server(config: ServiceConfig, servicers: Servicers) -> tuple[grpc.aio.
     return service.server, service.port
 
 
+def run_service(name: str, config_class: type[Config], run: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
+    """What `slipstream-NAME` does: read the command line, run until SIGTERM.
+
+    Exits with one line on standard error: 2 for a configuration or a file that cannot be used, 1 for a failure.
+    """
+    config = cli(config_class)
+    try:
+        telemetry.setup_logging(config, name)
+    except OSError as error:
+        _end(2, f"log.file: {config.log.file}: {_reason(error)}")
+    code, sentence = 2, ""
+    try:
+        asyncio.run(run(config))
+        return
+    except ConfigError as error:
+        sentence = str(error)
+    except (ServiceFailed, SlipstreamError) as error:
+        code, sentence = 1, str(error)
+    if config.log.file is not None:
+        log.error("service_ended", reason=sentence, exit_code=code)
+    _end(code, sentence)
+
+
+def _end(code: int, sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(code)
+
+
 async def serve(
     config: ServiceConfig,
     servicers: Servicers,
@@ -129,6 +180,8 @@ async def serve(
     service = Service(config, servicers)
     telemetry.serve_metrics(config)
     await service.start(serving=ready is None)
+    if config.log.file is None:  # started by hand: say at once where it can be reached
+        print(f"listening on {host_port(config.listen.host, service.port)} ({service.guards})", flush=True)
     try:
         if on_start is not None:
             await on_start(service.port)
@@ -194,6 +247,30 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended in between: no signal will come
         os._exit(1)
+
+
+def _try_port(host: str, port: int) -> None:
+    """Bind as grpc will, which keeps the reason for a failure to itself and prints lines of its own."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _refuse_exposure(config: ServiceConfig, access: Access) -> None:
+    """Strangers must not be able to call, nor to read what the run's processes tell each other."""
+    host = config.listen.host
+    if not _is_loopback(host) and (access.token is None or access.tls is None):
+        raise ConfigError(
+            f"listen.host is {host!r}, which is not loopback: that takes auth.token_file and tls.cert_file, "
+            "tls.key_file, tls.ca_file; `slipstream certs` makes the certificates"
+        )
+    for path in exposed_secrets(config):
+        log.warning("secret_readable_by_all", path=str(path), remedy=f"chmod 600 {path}")
 
 
 def _is_loopback(host: str) -> bool:

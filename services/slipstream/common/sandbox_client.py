@@ -1,6 +1,6 @@
 """Client of the sandbox executor for code that wants something run: one sandbox, kept alive, made anew when it is gone.
 
-async with SandboxClient("127.0.0.1:7000", token) as sandbox:
+async with SandboxClient("127.0.0.1:7000", access) as sandbox:
     result = await sandbox.run_python("print(1 + 1)")
     assert result.ok and result.stdout == b"2\\n"
 """
@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import SandboxUnknown, SlipstreamError, from_rpc_error
 
@@ -75,8 +76,8 @@ class ExecResult:
 class SandboxClient:
     """One sandbox at one executor. Calls may run side by side. Its lease is renewed before and during calls."""
 
-    def __init__(self, address: str, token: str | None = None, lease_ttl_s: float = LEASE_TTL_S) -> None:
-        self._channel = open_channel(address, token)
+    def __init__(self, address: str, access: Access, lease_ttl_s: float = LEASE_TTL_S) -> None:
+        self._channel = open_channel(address, access)
         self._stub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
         self._lease_ttl_s = lease_ttl_s
         self._sandbox_id = ""

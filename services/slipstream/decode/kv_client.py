@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.channels import Channels
 from slipstream.common.errors import (
@@ -52,12 +53,12 @@ class _Pull:
 class KvClient:
     """One channel a prefill worker."""
 
-    def __init__(self, token: str | None, block_size_tokens: int, timeout_s: float, limit_bytes: int) -> None:
+    def __init__(self, access: Access, block_size_tokens: int, timeout_s: float, limit_bytes: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
         """Most KV that a prompt of this model has."""
-        self._channels = Channels(lambda address: open_channel(address, token))
+        self._channels = Channels(lambda address: open_channel(address, access))
         self._fetched: defaultdict[str, list[str]] = defaultdict(list)
 
     async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:

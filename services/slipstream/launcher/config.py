@@ -13,10 +13,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, create_model, field_validator
 
 from slipstream.broadcaster.config import BroadcasterConfig
-from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.common.config import BaseConfig, ServiceConfig, TlsConfig
 from slipstream.decode.config import DecodeConfig
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.orchestrator.config import OrchestratorConfig
@@ -135,9 +135,16 @@ class RunConfig(BaseConfig):
     model: ModelConfig = ModelConfig()
     sft: SftConfig = SftConfig()
     evaluation: EvaluationSection = EvaluationSection()
+    tls: TlsConfig = TlsConfig()
 
     environments: list[EnvironmentConfig] = Field(min_length=1)
     """The mixture of tasks. Accuracy before and after, without a name, speaks of the first."""
+
+    @field_validator("tls")
+    @classmethod
+    def _absolute(cls, tls: TlsConfig) -> TlsConfig:
+        """The run's own copy is read wherever `slipstream status` is typed."""
+        return TlsConfig(**{name: path and path.absolute() for name, path in tls})
 
     def section(self, service: str) -> BaseConfig:
         return getattr(self, service)

@@ -74,6 +74,7 @@ def _resolve_one(
         "replica": replica,
         "listen": {"host": LOOPBACK, "port": port_of(address)},
         "auth": {"token_file": run.token_file},
+        "tls": config.tls,
         "log": {
             "level": config.launcher.log_level,
             "file": run.log_file(replica),

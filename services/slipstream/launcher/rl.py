@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.api.run.v1 import run_pb2
-from slipstream.common.channel import open_channel, read_token
+from slipstream.common.channel import open_channel
 from slipstream.common.config import dump_toml
 from slipstream.launcher import progress
 from slipstream.launcher.cli import load, shown
@@ -21,7 +21,7 @@ from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import replicas_of, resolve
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir
-from slipstream.launcher.services import service_specs, write_configs
+from slipstream.launcher.services import access_to, service_specs, write_configs
 from slipstream.launcher.session import Ending, conduct
 from slipstream.launcher.supervisor import Supervisor
 from slipstream.launcher.valkey import socket_path, valkey_spec
@@ -54,7 +54,8 @@ async def _run_rl(
     except OSError as error:
         raise RunDirError(f"{run.path} cannot be written: {error.strerror}") from None
     run.record("run_started", argv=sys.argv[1:])
-    stages = [[valkey_spec(run, socket)], service_specs(run, endpoints)]
+    access = access_to(run)
+    stages = [[valkey_spec(run, socket)], service_specs(run, endpoints, access)]
     count = sum(map(len, stages))
     display.say(f"run {run.name}: starting {count} processes ({', '.join(_kinds(stages))}) in {shown(run.path)}")
     latest = run_pb2.Run()
@@ -71,7 +72,7 @@ async def _run_rl(
 
     async def work() -> None:
         display.say("all services are up; `slipstream status` and `slipstream stop` work from another terminal")
-        async with open_channel(endpoints["orchestrator"], read_token(run.token_file)) as channel:
+        async with open_channel(endpoints["orchestrator"], access) as channel:
             await progress.watch_run(channel, on_run)
         if stay_up:
             display.say(f"the run has ended; services stay up until `slipstream stop {shown(run.path)}` or Ctrl-C")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slipstream.common.auth import Access, TlsMaterial, read_token
 from slipstream.common.channel import open_channel
-from slipstream.common.config import ServiceConfig, dump_toml
+from slipstream.common.config import ServiceConfig, TlsConfig, dump_toml
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.rundir import RunDir
 
@@ -31,14 +33,23 @@ def service_of(replica: str) -> str:
     return replica.partition("-")[0]
 
 
-def service_specs(run: RunDir, endpoints: Mapping[str, str]) -> list[ProcessSpec]:
+def access_to(run: RunDir) -> Access:
+    """What the launcher's own calls to the services of a run need: the same as theirs to each other.
+
+    Raises `ConfigError`, and `OSError` where the run has no configuration.
+    """
+    table = tomllib.loads(run.config_file.read_text())
+    return Access(read_token(run.token_file), TlsMaterial.load(TlsConfig.model_validate(table.get("tls", {}))))
+
+
+def service_specs(run: RunDir, endpoints: Mapping[str, str], access: Access) -> list[ProcessSpec]:
     return [
         ProcessSpec(
             replica,
             service_command(f"slipstream.{service_of(replica)}", run, replica),
             log_file=run.log_file(replica),
             output_file=run.output_file(replica),
-            ready=HealthCheck(address),
+            ready=HealthCheck(address, access),
         )
         for replica, address in endpoints.items()
     ]
@@ -54,8 +65,9 @@ class HealthCheck:
     Any answer counts: a worker says NOT_SERVING until its first weights, which the warm-up has yet to make.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access) -> None:
         self.address = address
+        self._access = access
         self._channel: Any = None
 
     async def __call__(self) -> bool:
@@ -68,7 +80,7 @@ class HealthCheck:
         """SERVING, NOT_SERVING ..., or None when nobody answers."""
         if not await self._listening():
             return None
-        self._channel = self._channel or open_channel(self.address)
+        self._channel = self._channel or open_channel(self.address, self._access)
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S, wait_for_ready=True)

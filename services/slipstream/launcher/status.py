@@ -14,14 +14,16 @@ from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.api.training.v1 import trainer_pb2, trainer_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.channel import AioChannel, open_channel, read_token
+from slipstream.common.auth import Access
+from slipstream.common.channel import AioChannel, open_channel
+from slipstream.common.config import ConfigError
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.progress import PHASE_NAMES, paused
 from slipstream.launcher.records import read_json_lines
 from slipstream.launcher.rundir import RunDir, launcher_pid
-from slipstream.launcher.services import HealthCheck, service_of
+from slipstream.launcher.services import HealthCheck, access_to, service_of
 
 CALL_TIMEOUT_S = 3.0
 
@@ -44,26 +46,26 @@ async def read_status(run: RunDir) -> list[ServiceStatus]:
     """Ask every service at once; one that does not answer is `away`."""
     try:
         endpoints = read_endpoints(run.endpoints_file)
-        token = read_token(run.token_file)
-    except (OSError, ValueError, KeyError) as error:
+        access = access_to(run)
+    except (OSError, ValueError, KeyError, ConfigError) as error:
         raise RunDirError(f"{run.path} does not say where its services are: {error}") from None
     pids = {r["replica"]: r["pid"] for r in read_json_lines(run.events_file) if r.get("kind") == "service_started"}
-    rows = await asyncio.gather(*(_ask(replica, address, token) for replica, address in endpoints.items()))
+    rows = await asyncio.gather(*(_ask(replica, address, access) for replica, address in endpoints.items()))
     if launcher_pid(run) is not None:  # else the numbers may be somebody else's by now
         for row in rows:
             row.memory_mib = memory_mib(pids.get(row.replica))
     return list(rows)
 
 
-async def _ask(replica: str, address: str, token: str | None) -> ServiceStatus:
-    check = HealthCheck(address)
+async def _ask(replica: str, address: str, access: Access) -> ServiceStatus:
+    check = HealthCheck(address, access)
     health = await check.status()
     await check.close()
     row = ServiceStatus(replica, address, "away" if health is None else health.lower().replace("_", " "))
     asked = {"prefill": _ask_worker, "decode": _ask_worker, "trainer": _ask_trainer, "orchestrator": _ask_run}
     ask = asked.get(service_of(replica))
     if health is not None and ask is not None:
-        async with open_channel(address, token) as channel:
+        async with open_channel(address, access) as channel:
             try:
                 await ask(row, channel)
             except grpc.aio.AioRpcError as error:

@@ -14,8 +14,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import time
 
 import grpc
@@ -25,12 +23,12 @@ from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
 from slipstream.api.rollout.v1 import rollout_pb2_grpc, runner_pb2_grpc
 from slipstream.api.run.v1 import run_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2_grpc
-from slipstream.common.channel import open_channel, read_token
-from slipstream.common.config import ConfigError, cli
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
+from slipstream.common.config import ConfigError
 from slipstream.common.errors import DiskFull, JournalCorrupt
-from slipstream.common.runtime import Loop, Servicers, serve
+from slipstream.common.runtime import Loop, Servicers, run_service, serve
 from slipstream.common.state import State
-from slipstream.common.telemetry import setup_logging
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.disk_watch import DiskWatch
@@ -53,11 +51,11 @@ class Orchestrator:
     """All parts of the orchestrator, wired. Must be made where an event loop runs."""
 
     def __init__(self, config: OrchestratorConfig) -> None:
-        token = read_token(config.auth.token_file)
+        access = Access.from_config(config)
         self._channels: list[grpc.aio.Channel] = []
 
         def channel(address: str) -> grpc.aio.Channel:
-            self._channels.append(open_channel(address, token))
+            self._channels.append(open_channel(address, access))
             return self._channels[-1]
 
         self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", time.time, config.metrics_limit_bytes)
@@ -176,7 +174,10 @@ class Orchestrator:
 
 async def run(config: OrchestratorConfig) -> None:
     """Serve until SIGTERM."""
-    orchestrator = Orchestrator(config)
+    try:
+        orchestrator = Orchestrator(config)
+    except JournalCorrupt as error:
+        raise ConfigError(str(error)) from error
     try:
         await serve(config, orchestrator.servicers, orchestrator.loops, on_drain=orchestrator.drain)
     finally:
@@ -185,13 +186,7 @@ async def run(config: OrchestratorConfig) -> None:
 
 def main() -> None:
     """Entry point of `slipstream-orchestrator`."""
-    config = cli(OrchestratorConfig)
-    setup_logging(config, "orchestrator")
-    try:
-        asyncio.run(run(config))
-    except (ConfigError, JournalCorrupt) as error:
-        log.error("start_refused", reason=str(error))
-        sys.exit(2)
+    run_service("orchestrator", OrchestratorConfig, run)
 
 
 if __name__ == "__main__":

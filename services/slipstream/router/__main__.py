@@ -8,11 +8,10 @@ from functools import partial
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2_grpc
-from slipstream.common.channel import open_channel, read_token
-from slipstream.common.config import cli
-from slipstream.common.runtime import Loop, serve
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
+from slipstream.common.runtime import Loop, run_service, serve
 from slipstream.common.state import State
-from slipstream.common.telemetry import setup_logging
 from slipstream.router.config import RouterConfig
 from slipstream.router.leases import PlacementLeases
 from slipstream.router.mirror import LeaseMirror
@@ -32,7 +31,7 @@ async def expire_loop(leases: PlacementLeases, mirror: LeaseMirror) -> None:
 
 
 async def run(config: RouterConfig) -> None:
-    token = read_token(config.auth.token_file)
+    access = Access.from_config(config)
     pool = WorkerPool(
         [
             Worker(endpoint.replica, endpoint.address, role, PrefixIndex(config.prefix_index_blocks))
@@ -48,7 +47,7 @@ async def run(config: RouterConfig) -> None:
     state = State(config.redis.url, config.run_id)
     mirror = LeaseMirror(state, config.lease_ttl_s, leases.held)
     watcher = PoolWatcher(config.worker_silence_s)
-    channels = {worker.replica: open_channel(worker.address, token) for worker in pool}
+    channels = {worker.replica: open_channel(worker.address, access) for worker in pool}
     loops: dict[str, Loop] = {
         f"follow {worker.replica}": partial(watcher.follow, worker, channels[worker.replica]) for worker in pool
     }
@@ -73,9 +72,7 @@ async def run(config: RouterConfig) -> None:
 
 
 def main() -> None:
-    config = cli(RouterConfig)
-    setup_logging(config, "router")
-    asyncio.run(run(config))
+    run_service("router", RouterConfig, run)
 
 
 if __name__ == "__main__":

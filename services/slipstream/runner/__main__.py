@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 
 from slipstream.api.rollout.v1 import rows_pb2_grpc, session_pb2_grpc
-from slipstream.common.channel import read_token
-from slipstream.common.config import cli
-from slipstream.common.runtime import serve
-from slipstream.common.telemetry import setup_logging
+from slipstream.common.auth import Access
+from slipstream.common.config import ConfigError
+from slipstream.common.runtime import run_service, serve
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.groups import GroupRunner
@@ -23,18 +21,18 @@ from slipstream.runner.turns import TurnClient
 
 
 async def run(config: RunnerConfig, arguments: list[str]) -> None:
+    """Serve until SIGTERM. `arguments` are our own, for the process that runs environments."""
     if not config.listen.port:
-        raise SystemExit("slipstream-runner: listen.port is required: others fetch rows from this address")
-    token = read_token(config.auth.token_file)
+        raise ConfigError("listen.port is required: others fetch rows from this address")
     epoch = f"{time.time_ns():020d}"
-    address = f"{config.listen.host}:{config.listen.port}"
+    address = config.listen.address(config.listen.port)
     spool = Spool(config.spool_limit_bytes)
     rollout_log = RolloutLog(
         config.run_dir / "rollouts" / f"{config.replica or 'runner'}.jsonl",
         config.rollout_log_limit_bytes,
         config.rollout_buffer_bytes,
     )
-    peers = Peers(config.orchestrator_address, config.router_address, token)
+    peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config))
     environments = EnvironmentWorker(arguments, config.environment_timeout_s)
     groups = GroupRunner(
         environments,
@@ -84,9 +82,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    config = cli(RunnerConfig)
-    setup_logging(config, "runner")
-    asyncio.run(run(config, sys.argv[1:]))
+    run_service("runner", RunnerConfig, lambda config: run(config, sys.argv[1:]))
 
 
 if __name__ == "__main__":

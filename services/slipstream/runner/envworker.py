@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from slipstream.common.channel import read_token
+from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
@@ -126,7 +126,7 @@ async def run(config: RunnerConfig, connection: socket.socket) -> None:
     if not config.sandbox_address:
         await serve_socket(EnvironmentHost(config, environments, None), connection)
         return
-    async with SandboxClient(config.sandbox_address, read_token(config.auth.token_file)) as sandbox:
+    async with SandboxClient(config.sandbox_address, Access.from_config(config)) as sandbox:
         await serve_socket(EnvironmentHost(config, environments, sandbox), connection)
 
 

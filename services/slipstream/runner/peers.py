@@ -13,6 +13,7 @@ from slipstream.api.inference.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc, runner_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 
 log = structlog.get_logger()
@@ -26,8 +27,8 @@ MAX_GIVE_BACK_ITEMS = 65536
 class Peers:
     """Opens each channel once. Addresses of workers come from placements, the rest from the configuration."""
 
-    def __init__(self, orchestrator: str, router: str, token: str | None) -> None:
-        self._token = token
+    def __init__(self, orchestrator: str, router: str, access: Access) -> None:
+        self._access = access
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.orchestrator = runner_pb2_grpc.RunnerServiceStub(self._channel(orchestrator))
         self.router = routing_pb2_grpc.RouterServiceStub(self._channel(router))
@@ -39,7 +40,7 @@ class Peers:
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, self._token)
+            channel = self._channels[address] = open_channel(address, self._access)
         return channel
 
     def prefill(self, address: str) -> prefill_pb2_grpc.PrefillServiceStub:

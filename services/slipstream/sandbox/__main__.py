@@ -8,20 +8,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
-import structlog
-
 from slipstream.api.sandbox.v1 import sandbox_pb2_grpc
-from slipstream.common.config import cli
-from slipstream.common.errors import SandboxBroken
-from slipstream.common.runtime import serve
-from slipstream.common.telemetry import setup_logging
+from slipstream.common.runtime import run_service, serve
 from slipstream.sandbox.config import SandboxConfig
 from slipstream.sandbox.executor import open_executor
-
-log = structlog.get_logger()
 
 SERVICE = "slipstream.api.sandbox.v1.SandboxService"
 DRAIN_PATIENCE = 0.7  # of the drain timeout; the rest is for killing and answering
@@ -39,14 +29,7 @@ async def run(config: SandboxConfig) -> None:
 
 
 def main() -> None:
-    config = cli(SandboxConfig)
-    setup_logging(config, "sandbox")
-    try:
-        asyncio.run(run(config))
-    except SandboxBroken as error:
-        log.error("sandbox_broken", detail=error.message)
-        print(f"slipstream-sandbox: {error.message}", file=sys.stderr)
-        sys.exit(1)
+    run_service("sandbox", SandboxConfig, run)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
 from slipstream.api.training.v1 import batch_pb2_grpc, trainer_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.config import cli
-from slipstream.common.runtime import ServiceFailed, leave, read_token, serve
-from slipstream.common.telemetry import setup_logging
+from slipstream.common.runtime import leave, run_service, serve
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.loop import TrainingLoop
 from slipstream.trainer.model_dir import prepare_model_dir_when_room
@@ -23,14 +19,15 @@ from slipstream.weights.transport import GrpcWeightTransport
 
 async def run(config: TrainerConfig) -> None:
     """Serve until SIGTERM."""
-    token = read_token(config.auth.token_file)
+    access = Access.from_config(config)
+    prepare_model_dir_when_room(config)
     status = Status()
-    batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, token))
+    batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, access))
     training = TrainingLoop(
         config,
         batches=batches,
-        transport=GrpcWeightTransport(open_channel(config.broadcaster, token)),
-        rows=RowsClient(lambda address: open_channel(address, token), config.rows_timeout_s),
+        transport=GrpcWeightTransport(open_channel(config.broadcaster, access)),
+        rows=RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s),
         status=status,
         torch=TorchThread(config.torch_threads),
         start=start,
@@ -55,13 +52,7 @@ async def run(config: TrainerConfig) -> None:
 
 
 def main() -> None:
-    config = cli(TrainerConfig)
-    setup_logging(config, "trainer")
-    prepare_model_dir_when_room(config)
-    try:
-        asyncio.run(run(config))
-    except ServiceFailed as error:
-        sys.exit(f"trainer: {error}")
+    run_service("trainer", TrainerConfig, run)
     leave()
 
 

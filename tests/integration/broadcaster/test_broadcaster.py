@@ -15,6 +15,7 @@ from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.servicer import BroadcastServicer
 from slipstream.broadcaster.store import VersionStore
 from slipstream.common import errors
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.runtime import build_server
 from slipstream.common.state import PUBLISHED, SERVING, State
@@ -67,7 +68,7 @@ class Broadcaster:
         add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
         self.server, port = build_server(self.config, [(add, servicer, SERVICE)])
         await self.server.start()
-        self.channel = open_channel(f"127.0.0.1:{port}")
+        self.channel = open_channel(f"127.0.0.1:{port}", Access())
         self.transport = GrpcWeightTransport(self.channel, timeout_s=10)
 
     async def stop(self) -> None:
@@ -205,7 +206,7 @@ async def test_a_fetch_survives_streams_that_break(broadcaster):
     add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
     server, port = build_server(broadcaster.config, [(add, cutting, SERVICE)])
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with open_channel(f"127.0.0.1:{port}", Access()) as channel:
         fetched = await GrpcWeightTransport(channel).fetch(manifest)
     await server.stop(None)
     assert cutting.offsets == [0, 1 << 20, 2 << 20]

@@ -15,7 +15,8 @@ from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common import errors
-from slipstream.common.channel import open_channel, open_sync_channel
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
 from slipstream.common.config import ConfigError, ListenConfig
 from slipstream.common.frames import (
     encode_header,
@@ -106,7 +107,7 @@ def router(servicer):
 
 @asynccontextmanager
 async def calling(config, servicer, token=None):
-    async with running(config, router(servicer)) as (service, address), open_channel(address, token) as channel:
+    async with running(config, router(servicer)) as (service, address), open_channel(address, Access(token)) as channel:
         yield service, routing_pb2_grpc.RouterServiceStub(channel)
 
 
@@ -124,7 +125,10 @@ async def test_a_call_with_the_runs_token_is_answered(make_config):
 @pytest.mark.parametrize("token", [None, "other"])
 async def test_a_call_without_the_token_is_refused_but_health_is_not(make_config, token):
     servicers = router(Router())
-    async with running(make_config(token="secret"), servicers) as (_, address), open_channel(address, token) as channel:
+    async with (
+        running(make_config(token="secret"), servicers) as (_, address),
+        open_channel(address, Access(token)) as channel,
+    ):
         error = await raised(routing_pb2_grpc.RouterServiceStub(channel).Place(PLACE))
         assert isinstance(error, errors.Unauthenticated)
         health: Any = health_pb2_grpc.HealthStub(as_any(channel))
@@ -137,21 +141,11 @@ async def test_a_call_without_the_token_is_refused_but_health_is_not(make_config
 
 
 async def test_reflection_lists_the_services(make_config):
-    async with running(make_config(), router(Router())) as (_, address), open_channel(address) as channel:
+    async with running(make_config(), router(Router())) as (_, address), open_channel(address, Access()) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(as_any(channel))
         replies = [reply async for reply in stub.ServerReflectionInfo(iter([_list_services()]))]
         names = {service.name for service in replies[0].list_services_response.service}
         assert {ROUTER, "grpc.health.v1.Health"} <= names
-
-
-async def test_the_blocking_client_sends_the_token_too(make_config):
-    async with running(make_config(token="secret"), router(Router())) as (_, address):
-
-        def call():
-            with open_sync_channel(address, "secret") as channel:
-                return routing_pb2_grpc.RouterServiceStub(channel).Place(PLACE)
-
-        assert (await asyncio.to_thread(call)).placement_id == "g"
 
 
 async def test_a_request_against_its_proto_rules_names_field_rule_and_limit(make_config):
@@ -271,7 +265,7 @@ async def test_bytes_pass_both_ways_as_frames_and_resume_from_an_offset(make_con
     add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
     data = bytes(range(256)) * 20
     servicers = add, Broadcaster(), BROADCAST
-    async with running(make_config(), servicers) as (_, address), open_channel(address) as channel:
+    async with running(make_config(), servicers) as (_, address), open_channel(address, Access()) as channel:
         publish = raw_stream_unary(channel, f"/{BROADCAST}/PublishShard", broadcast_pb2.PublishShardResponse)
         await publish(iter([encode_header(SHARD), *iter_frames([data], frame_bytes=999)]))
         fetch = raw_unary_stream(channel, f"/{BROADCAST}/FetchSlices")
@@ -284,7 +278,7 @@ async def test_bytes_pass_both_ways_as_frames_and_resume_from_an_offset(make_con
 async def test_a_stream_without_its_header_is_refused(make_config):
     add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
     servicers = add, Broadcaster(), BROADCAST
-    async with running(make_config(), servicers) as (_, address), open_channel(address) as channel:
+    async with running(make_config(), servicers) as (_, address), open_channel(address, Access()) as channel:
         publish = raw_stream_unary(channel, f"/{BROADCAST}/PublishShard", broadcast_pb2.PublishShardResponse)
         error = await raised(publish(iter_frames([b"data"])))
         assert isinstance(error, errors.FrameInvalid)
@@ -292,13 +286,14 @@ async def test_a_stream_without_its_header_is_refused(make_config):
 
 async def test_a_taken_port_is_an_error(make_config):
     async with running(make_config(), router(Router())) as (service, _):
-        with pytest.raises(ConfigError, match="port taken"):
+        with pytest.raises(ConfigError, match="address already in use"):
             build_server(make_config(listen=ListenConfig(port=service.port)), [])
 
 
-def test_off_loopback_a_token_is_required(make_config):
-    with pytest.raises(ConfigError, match="token_file"):
-        build_server(make_config(listen=ListenConfig(host="0.0.0.0")), [])
+def test_off_loopback_a_token_and_certificates_are_required(make_config):
+    for token in (None, "secret"):
+        with pytest.raises(ConfigError, match=r"auth.token_file and tls.cert_file.*slipstream certs"):
+            build_server(make_config(token=token, listen=ListenConfig(host="0.0.0.0")), [])
 
 
 def _list_services():
@@ -309,7 +304,7 @@ def _list_services():
 @pytest.mark.parametrize(("token", "code"), [("right", "INVALID_ARGUMENT"), ("wrong", "UNAUTHENTICATED")])
 async def test_bytes_that_are_no_message_are_refused_after_the_token(make_config, method, token, code):
     config = make_config(token="right")
-    async with running(config, router(Router())) as (_, address), open_channel(address, token) as channel:
+    async with running(config, router(Router())) as (_, address), open_channel(address, Access(token)) as channel:
         call = channel.unary_stream if method == "WatchWorkers" else channel.unary_unary
         done = call(f"/{ROUTER}/{method}")(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as error:

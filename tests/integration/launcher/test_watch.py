@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig
 from slipstream.common.runtime import Service
@@ -56,7 +57,7 @@ async def test_a_broken_watch_goes_on_until_the_run_has_ended(serve):
     finished = run_pb2.Run(state=run_pb2.RUN_STATE_FINISHED, phase="ended", step=9)
     address = await serve(ScriptedRun([running, running], [running, finished]))
     seen: list[int] = []
-    async with open_channel(address) as channel:
+    async with open_channel(address, Access()) as channel:
         last = await watch_run(channel, lambda run: seen.append(run.state))
     assert last == finished
     assert len(seen) == 4
@@ -64,7 +65,7 @@ async def test_a_broken_watch_goes_on_until_the_run_has_ended(serve):
 
 async def test_a_failed_run_tells_why(serve):
     failed = run_pb2.Run(state=run_pb2.RUN_STATE_FAILED, reason="no decode worker is left")
-    async with open_channel(await serve(ScriptedRun([failed]))) as channel:
+    async with open_channel(await serve(ScriptedRun([failed])), Access()) as channel:
         with pytest.raises(RunFailedError, match="no decode worker is left"):
             await watch_run(channel, lambda run: None)
 
@@ -73,6 +74,7 @@ async def test_status_shows_who_answers_and_who_is_away(serve, tmp_path: Path, c
     run = create_run_dir(tmp_path, "demo")
     config = ServiceConfig.model_validate({"auth": {"token_file": run.token_file}})
     address = await serve(ScriptedRun(), config)
+    run.config_file.touch()
     write_endpoints(run.endpoints_file, {"orchestrator": address, "router": "127.0.0.1:1"})
     rows = {row.replica: row for row in await read_status(run)}
     assert rows["orchestrator"].health == "serving"

@@ -25,6 +25,7 @@ from slipstream.api.rollout.v1 import (
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import VersionNotNewer, WeightsCorrupt, refuse
 from slipstream.common.runtime import Service
@@ -305,7 +306,7 @@ def make_world(make_config: Callable[..., OrchestratorConfig], valkey_url: str) 
             service = Service(config, orchestrator.servicers)
             await service.start()
             stack.push_async_callback(service.stop)
-            channel = open_channel(f"127.0.0.1:{service.port}")
+            channel = open_channel(f"127.0.0.1:{service.port}", Access())
             stack.push_async_callback(channel.close)
             neighbours: dict[str, Any] = {
                 "workers": workers,

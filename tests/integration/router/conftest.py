@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ListenConfig
 from slipstream.common.errors import from_rpc_error
@@ -112,7 +113,7 @@ class World:
         )
         self.state = State(config.redis.url, config.run_id)
         stack.push_async_callback(self.state.close)
-        channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
+        channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}", Access()))
         self.router = routing_pb2_grpc.RouterServiceStub(channel)
         process = asyncio.create_task(run(config))
         stack.push_async_callback(self._end, process)

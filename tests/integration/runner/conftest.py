@@ -20,6 +20,7 @@ from slipstream.api.inference.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc, runner_pb2, runner_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ListenConfig, dump_toml
 from slipstream.common.errors import RunnerSuperseded, SlipstreamError
@@ -229,7 +230,7 @@ class World:
         file = tmp_path / "runner.toml"
         file.write_text(dump_toml(config))
         self.address = f"127.0.0.1:{config.listen.port}"
-        channel = await self._stack.enter_async_context(open_channel(self.address))
+        channel = await self._stack.enter_async_context(open_channel(self.address, Access()))
         self.rows = rows_pb2_grpc.RowsServiceStub(channel)
         self.process = asyncio.create_task(run(config, ["@", str(file)]))
         self._stack.push_async_callback(self._end_process)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from slipstream.api.sandbox.v1 import sandbox_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.runtime import build_server
 from slipstream.common.sandbox_client import SandboxClient
@@ -24,9 +25,9 @@ class Running:
     def __init__(self, executor: Executor, address: str) -> None:
         self.executor = executor
         self.address = address
-        self.channel = open_channel(address)
+        self.channel = open_channel(address, Access())
         self.stub = sandbox_pb2_grpc.SandboxServiceStub(self.channel)
-        self.client = SandboxClient(address)
+        self.client = SandboxClient(address, Access())
 
     async def until(self, condition: Callable[[ExecPool], bool], timeout_s: float = 5.0) -> None:
         async with asyncio.timeout(timeout_s):

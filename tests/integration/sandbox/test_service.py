@@ -16,6 +16,7 @@ import pytest
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
 from slipstream.common import errors
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.sandbox_client import SandboxClient, SandboxLimits
@@ -76,7 +77,7 @@ async def test_a_lease_that_nobody_renews_takes_its_programs_along(start_executo
 
 async def test_the_client_keeps_its_lease_through_a_long_program(start_executor):
     async with start_executor() as running:
-        client = SandboxClient(running.address, lease_ttl_s=0.6)
+        client = SandboxClient(running.address, Access(), lease_ttl_s=0.6)
         assert (await client.run_python("import time; time.sleep(1.2)")).ok
         await client.close()
 
@@ -262,7 +263,7 @@ async def wait_until_gone(pids: set[int], timeout_s: float) -> None:
 @pytest.mark.parametrize("pause_s", [0.0, 0.002, 0.004, 0.3])
 async def test_an_executor_that_is_killed_leaves_no_program(process, pause_s):
     """At whatever moment: while bubblewrap starts, while the gate waits, while the program runs."""
-    async with open_channel(process.address()) as channel:
+    async with open_channel(process.address(), Access()) as channel:
         stub = sandbox_pb2_grpc.SandboxServiceStub(channel)
         created = await stub.CreateSandbox(sandbox_pb2.CreateSandboxRequest(request_id="r"))
         request = sandbox_pb2.ExecRequest(sandbox_id=created.sandbox.sandbox_id, argv=FOREVER)
@@ -280,7 +281,7 @@ async def test_an_executor_that_is_killed_leaves_no_program(process, pause_s):
 
 
 async def test_sigterm_ends_the_service_and_its_programs_within_the_drain_timeout(process):
-    async with open_channel(process.address()) as channel:
+    async with open_channel(process.address(), Access()) as channel:
         stub = sandbox_pb2_grpc.SandboxServiceStub(channel)
         limits = sandbox_pb2.Limits(wall_ms=100_000, cpu_ms=100_000)
         created = await stub.CreateSandbox(sandbox_pb2.CreateSandboxRequest(request_id="r", limits=limits))

@@ -18,6 +18,7 @@ from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig
 from slipstream.common.frames import encode_header, iter_data, iter_frames, raw_requests, read_header
@@ -175,7 +176,7 @@ class World:
                 await server.stop(grace=None)
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        self.channels.append(open_channel(address))
+        self.channels.append(open_channel(address, Access()))
         return self.channels[-1]
 
     def ref(self, holder: RowHolder, key: str, first: int, rows: np.ndarray) -> types_pb2.RowsRef:

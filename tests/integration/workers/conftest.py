@@ -26,6 +26,7 @@ from slipstream.broadcaster.config import BroadcasterConfig
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.servicer import BroadcastServicer
 from slipstream.broadcaster.store import VersionStore
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.runtime import build_server
@@ -71,7 +72,7 @@ class Member:
         self.server = server
         self.kv = kv
         self.tasks: list[asyncio.Task[Any]] = []
-        self.channel = open_channel(worker.identity.address)
+        self.channel = open_channel(worker.identity.address, Access())
         self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.rows = rows_pb2_grpc.RowsServiceStub(self.channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
@@ -138,7 +139,7 @@ class Cluster:
         service = "slipstream.api.broadcast.v1.BroadcastService"
         self.server, self.port = build_server(config, [(add, servicer, service)])
         await self.server.start()
-        self.channel = open_channel(f"127.0.0.1:{self.port}")
+        self.channel = open_channel(f"127.0.0.1:{self.port}", Access())
         self.transport = GrpcWeightTransport(self.channel)
 
     async def stop(self) -> None:
@@ -193,7 +194,7 @@ class Cluster:
             servicers = prefill_servicers(worker, ENGINE.transfer_ttl_s)
         else:
             worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state)
-            kv = KvClient(None, ENGINE.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
+            kv = KvClient(Access(), ENGINE.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
             servicers = decode_servicers(worker, kv)
         server, port = build_server(config, [*worker.servicers(), *servicers])
         await server.start()

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
+from slipstream.common.auth import Access
 from slipstream.common.errors import KvTransferFailed, Unreachable
 from slipstream.common.frames import encode_data, encode_header
 from slipstream.common.runtime import build_server
@@ -71,7 +72,7 @@ async def pulling(make_config, fault: str, timeout_s: float = 5.0) -> AsyncItera
     add = prefill_pb2_grpc.add_KvServiceServicer_to_server
     server, port = build_server(make_config(DecodeConfig), [(add, peer, "slipstream.api.inference.v1.KvService")])
     await server.start()
-    client = KvClient(None, 4, timeout_s, limit_bytes=1 << 20)
+    client = KvClient(Access(), 4, timeout_s, limit_bytes=1 << 20)
     handle = prefill_pb2.KvHandle(address=f"127.0.0.1:{port}", transfer_id="g.0", token_count=10)
     yield peer, client, handle
     await client.close()

@@ -16,9 +16,6 @@ class WorkerConfig(ServiceConfig):
     broadcaster: str = "127.0.0.1:7001"
     """host:port of the broadcaster."""
 
-    advertise: str = ""
-    """host:port by which peers reach this worker. Empty means where it listens."""
-
     engine: EmbeddedConfig = EmbeddedConfig()
     """Sizes of the engine."""
 

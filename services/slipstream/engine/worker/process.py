@@ -11,7 +11,8 @@ from typing import Any
 import structlog
 
 from slipstream.api.inference.v1 import worker_pb2
-from slipstream.common.channel import open_channel, read_token
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
 from slipstream.common.config import ConfigError
 from slipstream.common.runtime import serve
 from slipstream.common.state import State
@@ -34,17 +35,17 @@ class Pool:
 
 
 async def run_worker(
-    config: WorkerConfig, role: worker_pb2.WorkerRole, build_pool: Callable[[Worker, str | None], Pool]
+    config: WorkerConfig, role: worker_pb2.WorkerRole, build_pool: Callable[[Worker, Access], Pool]
 ) -> None:
     """Serve until SIGTERM."""
-    token = read_token(config.auth.token_file)
+    access = Access.from_config(config)
     sizes = await _model_sizes(config)
     engine = EmbeddedEngine(sizes, config.engine)
     await engine.start()
     state = State(config.redis.url, config.run_id)
-    channel = open_channel(config.broadcaster, token)
+    channel = open_channel(config.broadcaster, access)
     worker = Worker(config, role, engine, GrpcWeightTransport(channel, config.fetch_timeout_s), state)
-    pool = build_pool(worker, token)
+    pool = build_pool(worker, access)
     try:
         await serve(
             config,

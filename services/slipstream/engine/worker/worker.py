@@ -65,7 +65,7 @@ class Worker:
         state: SharedVersions,
     ) -> None:
         self.engine = engine
-        self.identity = WorkerIdentity(config.replica, role, config.advertise)
+        self.identity = WorkerIdentity(config.replica, role)
         self.updates = WorkerUpdates(engine, transport, config.replica, self._serving_version)
         self.updates.on_applied = self._record_update
         self.gate = WorkerGate(self.identity, self.updates)
@@ -73,7 +73,7 @@ class Worker:
         self.kv_events = KvEventLog()
         timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"
         self.timeline = Timeline(timeline, config.timeline_limit_bytes)
-        self._host = config.listen.host
+        self._listen = config.listen
         self._state = state
 
     def servicers(self) -> list[Servicer]:
@@ -89,7 +89,7 @@ class Worker:
 
     async def bound(self, port: int) -> None:
         """Take note of the port that peers reach this worker at."""
-        self.identity.address = self.identity.address or f"{self._host}:{port}"
+        self.identity.address = self._listen.address(port)
         log.info("worker_started", replica=self.identity.replica, epoch=self.identity.epoch, port=port)
 
     async def observe(self) -> None:
