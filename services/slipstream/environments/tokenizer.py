@@ -47,6 +47,11 @@ class TextCodec:
         return cls(Tokenizer.from_file(str(model_dir / TOKENIZER_FILE)))
 
     @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
     def stop_token_ids(self) -> list[int]:
         return [self.end_id]
 
