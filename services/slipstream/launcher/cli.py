@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
+from slipstream.common.extras import explain, foreign, missing_modules
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run_command(rest))
     except (ConfigError, LauncherError) as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        _fail(explain(f"slipstream {command}", [foreign(error)]))
     except BrokenPipeError:  # `slipstream rl --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -65,22 +68,26 @@ def _fail(message: str) -> NoReturn:
 # What a command needs is imported when it runs, so that `slipstream status` does not wait for the rest.
 
 
-def _rl(arguments: list[str]) -> int:
+def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
+    config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
+    if config is None:
+        return 0
     from slipstream.launcher.rl import run_rl
 
-    return run_rl(arguments, stay_up=False)
+    return run_rl(config, stay_up=stay_up)
 
 
 def _up(arguments: list[str]) -> int:
-    from slipstream.launcher.rl import run_rl
-
-    return run_rl(arguments, stay_up=True)
+    return _rl(arguments, stay_up=True)
 
 
 def _sft(arguments: list[str]) -> int:
+    config = load(arguments, "slipstream sft")
+    if config is None:
+        return 0
     from slipstream.launcher.sft import run_sft
 
-    return run_sft(arguments)
+    return run_sft(config)
 
 
 def _status(arguments: list[str]) -> int:
@@ -120,7 +127,6 @@ def _version(arguments: list[str]) -> int:
 def load(arguments: Sequence[str], program: str) -> RunConfig | None:
     """The configuration of a run, or None when it was only to be shown or explained."""
     from slipstream.launcher.config import RUN_CONFIG
-    from slipstream.launcher.preflight import preflight
     from slipstream.launcher.resolve import check
 
     given = parse_arguments(arguments)
@@ -129,7 +135,15 @@ def load(arguments: Sequence[str], program: str) -> RunConfig | None:
         return None
     config, origins = load_with_origins(RUN_CONFIG, given.files, given.overrides)
     check(config, origins)
-    preflight(config, origins)
+    missing = missing_modules()
+    if missing and not given.dry_run:
+        raise LauncherError(explain(program, missing))
+    if missing:
+        print(f"note: what the configuration names was not looked at; {explain('that', missing)}", file=sys.stderr)
+    else:
+        from slipstream.launcher.preflight import preflight
+
+        preflight(config, origins)
     if given.dry_run:
         print(dump_toml(config), end="")
         return None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.api.run.v1 import run_pb2
 from slipstream.common.channel import open_channel
 from slipstream.common.config import dump_toml
 from slipstream.launcher import progress
-from slipstream.launcher.cli import load, shown
+from slipstream.launcher.cli import shown
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, open_display
 from slipstream.launcher.errors import RunDirError
@@ -27,11 +26,8 @@ from slipstream.launcher.supervisor import Supervisor
 from slipstream.launcher.valkey import socket_path, valkey_spec
 
 
-def run_rl(arguments: Sequence[str], *, stay_up: bool) -> int:
+def run_rl(config: RunConfig, *, stay_up: bool) -> int:
     """Run everything; returns the exit code."""
-    config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
-    if config is None:
-        return 0
     run = create_run_dir(config.run.directory, config.run.name)
     lock, lease, display = RunLock(run), PortLease(), open_display()
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from types import FrameType
 
 from slipstream.common.config import dump_toml
 from slipstream.launcher import child
-from slipstream.launcher.cli import load, shown
+from slipstream.launcher.cli import shown
+from slipstream.launcher.config import RunConfig
 from slipstream.launcher.ports import LOOPBACK
 from slipstream.launcher.resolve import resolve
 from slipstream.launcher.rundir import RunLock, create_run_dir
@@ -19,11 +19,8 @@ from slipstream.launcher.services import service_command, write_configs
 REPLICA = "trainer"
 
 
-def run_sft(arguments: Sequence[str]) -> int:
+def run_sft(config: RunConfig) -> int:
     """Warm up and leave the model in the run directory; returns the exit code."""
-    config = load(arguments, "slipstream sft")
-    if config is None:
-        return 0
     run = create_run_dir(config.run.directory, config.run.name)
     lock = RunLock(run)
     # It speaks to nobody, so its peers' addresses do not matter; only its own file is written.
