@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
+
 from slipstream.common.errors import RequestIdReused
 
 ResponseT = TypeVar("ResponseT")
@@ -20,17 +22,20 @@ class _Entry:
     digest: bytes
     expires_s: float
     answer: asyncio.Future[Any]
+    size_bytes: int = 0
 
 
 class RequestMemory:
-    """Answers of one servicer, bounded in number and age.
+    """Answers of one servicer, bounded in number, bytes and age.
 
     An answer is remembered once it exists; a call that failed or was cancelled is forgotten, so that its
     retry runs. A repeat that arrives while the first call runs waits for it.
     """
 
-    def __init__(self, capacity: int = 4096, ttl_s: float = 600.0) -> None:
+    def __init__(self, capacity: int = 4096, ttl_s: float = 600.0, limit_bytes: int = 16 << 20) -> None:
         self._capacity = capacity
+        self._limit_bytes = limit_bytes
+        self._size_bytes = 0
         self._ttl_s = ttl_s
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
 
@@ -63,13 +68,21 @@ class RequestMemory:
             answer.set_result(None)  # whoever waits tries by itself
             raise
         answer.set_result(response)
+        if self._entries.get(key) is entry:
+            entry.size_bytes = response.ByteSize() if isinstance(response, Message) else 0
+            self._size_bytes += entry.size_bytes
         return response
 
     def _expire(self) -> None:
         """Drop what is too old, and the oldest beyond the bound; calls still running stay."""
         now = time.monotonic()
-        while self._entries:
+        for _ in range(len(self._entries)):
             key, entry = next(iter(self._entries.items()))
-            if not entry.answer.done() or (entry.expires_s > now and len(self._entries) < self._capacity):
+            if not entry.answer.done():  # a long poll must not keep all that came after it
+                self._entries.move_to_end(key)
+                continue
+            full = len(self._entries) >= self._capacity or self._size_bytes > self._limit_bytes
+            if entry.expires_s > now and not full:
                 return
             del self._entries[key]
+            self._size_bytes -= entry.size_bytes

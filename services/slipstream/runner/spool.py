@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ENTRY_BYTES = 256
+"""What a key takes beside its rows: rollouts are short, and their names would otherwise be most of the memory."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Rows under one key: little-endian elements, position by position from `first_position`."""
 
@@ -36,7 +39,7 @@ class Spool:
         """Hold rows. First write wins: a key that is held keeps its rows."""
         if key not in self._rows:
             self._rows[key] = rows
-            self.size_bytes += len(rows.data)
+            self.size_bytes += ENTRY_BYTES + len(rows.data)
 
     def get(self, key: str) -> Rows | None:
         return self._rows.get(key)
@@ -46,5 +49,5 @@ class Spool:
         rows = self._rows.pop(key, None)
         if rows is None:
             return False
-        self.size_bytes -= len(rows.data)
+        self.size_bytes -= ENTRY_BYTES + len(rows.data)
         return True

@@ -197,6 +197,8 @@ class CgroupTree:
         try:
             if all(controller in mounts and controller in own for controller in V1_CONTROLLERS):
                 parents = {name: _below(mounts[name], own[name]) for name in V1_CONTROLLERS}
+                for parent in parents.values():
+                    _remove_left_beside(parent)
                 return cls(1, {name: _make(parent, pid) for name, parent in parents.items()})
             if "" in mounts and "" in own:
                 parent = _below(mounts[""], own[""])
@@ -230,6 +232,18 @@ def _make(parent: Path, pid: int) -> Path:
     folder = parent / f"{PREFIX}{pid}"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _remove_left_beside(parent: Path) -> None:
+    """Remove the empty folders that killed executors left in groups beside ours, as a service manager makes them.
+
+    Version 1 alone: there a place's thread sits in its folder for life, so the kernel refuses to remove one in use.
+    """
+    for old in parent.parent.glob(f"*/{PREFIX}*"):
+        with suppress(OSError):
+            if not Path("/proc", old.name.removeprefix(PREFIX)).exists():
+                for folder in (*(path for path in old.iterdir() if path.is_dir()), old):
+                    folder.rmdir()
 
 
 def _kill_tasks(folder: Path) -> None:

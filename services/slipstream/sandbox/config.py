@@ -49,6 +49,9 @@ class SandboxConfig(ServiceConfig):
     max_files_bytes: int = Field(default=8 * MIB, ge=0)
     """Bytes of files one sandbox may hold; they are kept in memory."""
 
+    max_all_files_bytes: int = Field(default=256 * MIB, ge=0)
+    """Bytes of files of all sandboxes together."""
+
     sweep_interval_s: float = Field(default=0.25, gt=0)
     """How often leases are looked at."""
 

@@ -36,7 +36,7 @@ class Executor:
 
     def __init__(self, config: SandboxConfig, places: list[Place], accounting: str) -> None:
         self.accounting = accounting
-        self.table = SandboxTable(config.max_sandboxes, config.sweep_interval_s)
+        self.table = SandboxTable(config.max_sandboxes, config.sweep_interval_s, config.max_all_files_bytes)
         self.pool = ExecPool(places, config.max_waiting_execs)
         own_uid = all(place.own_uid for place in places)
         self.servicer = SandboxServicer(config, self.table, self.pool, accounting, own_uid)

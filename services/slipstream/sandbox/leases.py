@@ -36,11 +36,8 @@ class Sandbox:
     lease_ttl_s: float
     expires_s: float
     files: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    files_bytes: int = 0
     executions: set[Execution] = field(default_factory=set[Execution])
-
-    @property
-    def files_bytes(self) -> int:
-        return sum(len(data) for data in self.files.values())
 
     def renew(self) -> None:
         self.expires_s = time.monotonic() + self.lease_ttl_s
@@ -53,13 +50,14 @@ class Sandbox:
         merged = {**self.files, **files}
         if len(merged) > MAX_FILES:
             raise SandboxFilesFull(f"more than {MAX_FILES} files", limit=MAX_FILES, unit="files")
-        if sum(len(data) for data in merged.values()) > max_bytes:
+        files_bytes = sum(len(data) for data in merged.values())
+        if files_bytes > max_bytes:
             raise SandboxFilesFull(f"more than {max_bytes} bytes of files", limit=max_bytes, unit="bytes")
         for path in merged:
             for parent in PurePosixPath(path).parents:
                 if str(parent) in merged:
                     raise InvalidRequest(f"{parent} is a file and cannot hold {path}", field="files", path=path)
-        self.files = merged
+        self.files, self.files_bytes = merged, files_bytes
 
     def read_file(self, path: str) -> bytes:
         if path not in self.files:
@@ -70,8 +68,10 @@ class Sandbox:
 class SandboxTable:
     """All open sandboxes. One past its lease is gone at once for callers, and swept soon after."""
 
-    def __init__(self, max_sandboxes: int, sweep_interval_s: float) -> None:
+    def __init__(self, max_sandboxes: int, sweep_interval_s: float, max_files_bytes: int = 256 << 20) -> None:
+        """`max_files_bytes`: of all sandboxes together."""
         self.max_sandboxes = max_sandboxes
+        self.max_files_bytes = max_files_bytes
         self._sweep_interval_s = sweep_interval_s
         self._sandboxes: dict[str, Sandbox] = {}
 
@@ -93,6 +93,11 @@ class SandboxTable:
         if sandbox is None or sandbox.expires_s <= time.monotonic():
             raise SandboxUnknown("this sandbox expired, was deleted, or never was", sandbox_id=sandbox_id)
         return sandbox
+
+    def write_files(self, sandbox: Sandbox, files: Mapping[str, bytes], max_bytes: int) -> None:
+        """Give a sandbox files: at most `max_bytes`, and what the others leave of the bound of all."""
+        others_bytes = sum(other.files_bytes for other in self._sandboxes.values() if other is not sandbox)
+        sandbox.write_files(files, min(max_bytes, max(0, self.max_files_bytes - others_bytes)))
 
     def delete(self, sandbox_id: str) -> bool:
         """Forget a sandbox and kill what runs in it."""

@@ -93,7 +93,8 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         self, request: sandbox_pb2.WriteFilesRequest, context: grpc.aio.ServicerContext
     ) -> sandbox_pb2.WriteFilesResponse:
         sandbox = self._table.get(request.sandbox_id)
-        sandbox.write_files({file.path: file.data for file in request.files}, self._max_files_bytes)
+        files = {file.path: file.data for file in request.files}
+        self._table.write_files(sandbox, files, self._max_files_bytes)
         return sandbox_pb2.WriteFilesResponse(files_bytes=sandbox.files_bytes)
 
     async def ReadFiles(

@@ -298,3 +298,29 @@ async def test_published_reaches_redis_also_when_redis_lost_it(broadcaster, valk
             await state.delete(PUBLISHED)
         mirror.cancel()
     await state.close()
+
+
+async def test_a_version_that_finds_no_room_on_the_disk_is_refused_and_taken_when_there_is_some(
+    make_config, small_disk
+):
+    disk = small_disk(8 << 20)
+    running = Broadcaster(make_config(BroadcasterConfig, run_dir=disk.path), SharedState())
+    await running.start()
+    try:
+        first = await running.transport.publish(V[1], weights(0), PROBE)
+        disk.fill(left_bytes=1 << 20)
+        for _ in range(3):
+            with pytest.raises(errors.DiskFull) as refused:
+                await running.transport.publish(V[2], weights(1), PROBE)
+            assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert list((disk.path / "versions" / f".open-{V[2]}").iterdir()) == []
+        disk.fill()
+        with pytest.raises(errors.DiskFull):
+            await running.transport.publish(V[2], weights(1), PROBE)
+        assert await running.transport.manifest() == first
+        disk.free()
+        second = await running.transport.publish(V[2], weights(1), PROBE)
+        fetched = await running.transport.fetch(second)
+        np.testing.assert_array_equal(fetched["layer.0.weight"], weights(1)["layer.0.weight"])
+    finally:
+        await running.stop()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.routing.v1.routing_pb2 import PlaceRequest, ReleaseRequest
 from slipstream.common.errors import Overloaded, RequestIdReused
 from slipstream.common.idempotency import RequestMemory
@@ -79,3 +80,30 @@ async def test_answers_are_bounded_in_number_and_age():
     await memory.once(PlaceRequest(request_id="a"), run)
     await asyncio.sleep(0.02)
     assert await memory.once(PlaceRequest(request_id="a"), run) == 2
+
+
+async def test_answers_are_bounded_in_bytes_and_a_long_poll_keeps_none_of_them():
+    memory = RequestMemory(capacity=1000, ttl_s=60.0, limit_bytes=10_000)
+    release = asyncio.Event()
+    calls = 0
+
+    async def poll() -> runner_pb2.AcquireGroupsResponse:
+        await release.wait()
+        return runner_pb2.AcquireGroupsResponse()
+
+    async def answer() -> runner_pb2.AcquireGroupsResponse:
+        nonlocal calls
+        calls += 1
+        return runner_pb2.AcquireGroupsResponse(groups=[runner_pb2.GroupAssignment(salt="s" * 990)])
+
+    polling = asyncio.ensure_future(memory.once(runner_pb2.AcquireGroupsRequest(request_id="poll"), poll))
+    await asyncio.sleep(0)
+    requests = [runner_pb2.AcquireGroupsRequest(request_id=str(number)) for number in range(100)]
+    for request in requests:
+        await memory.once(request, answer)
+    await memory.once(requests[-5], answer)
+    assert calls == 100, "the newest are remembered"
+    await memory.once(requests[0], answer)
+    assert calls == 101, "the oldest are not"
+    release.set()
+    await polling

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from slipstream.common.disk import with_older
 from slipstream.runner.rollout_log import RolloutLog
-from slipstream.runner.spool import Rows, Spool
+from slipstream.runner.spool import ENTRY_BYTES, Rows, Spool
 
 
 def test_the_first_write_of_a_key_wins() -> None:
-    spool = Spool(100)
+    spool = Spool(1000)
     spool.put("t/a", Rows(b"first"))
     spool.put("t/a", Rows(b"second, and longer"))
     assert spool.get("t/a") == Rows(b"first")
-    assert (spool.size_bytes, len(spool)) == (5, 1)
+    assert (spool.size_bytes, len(spool)) == (ENTRY_BYTES + 5, 1)
 
 
 def test_a_full_spool_says_so_and_drops_nothing() -> None:
-    spool = Spool(8)
+    spool = Spool(2 * ENTRY_BYTES + 8)
     spool.put("a", Rows(b"1234"))
     assert not spool.full
     spool.put("b", Rows(b"56789"))

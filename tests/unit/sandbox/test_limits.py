@@ -52,3 +52,14 @@ def test_words_of_the_program_are_never_options_of_the_jail():
     jail = Jail("bwrap", ("--dev-bind", "/r", "/"), "/usr/bin")
     command = jail.command(["--share-net", "--bind"], {}, {}, 4096, 0)
     assert command[command.index("--") + 4 :] == ["sh", "--share-net", "--bind"]
+
+
+def test_sandboxes_together_hold_a_bounded_number_of_bytes():
+    table = SandboxTable(4, 1.0, max_files_bytes=10)
+    one, other = (table.create("python", SMALL, LARGE, 60.0) for _ in range(2))
+    table.write_files(one, {"a": b"123456"}, max_bytes=8)
+    with pytest.raises(SandboxFilesFull):
+        table.write_files(other, {"a": b"12345"}, max_bytes=8)
+    table.write_files(other, {"a": b"1234"}, max_bytes=8)
+    table.delete(one.sandbox_id)
+    table.write_files(other, {"a": b"12345678"}, max_bytes=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -69,3 +70,36 @@ async def test_a_stop_ends_the_warm_up(tmp_path):
     prepare_model_dir(config(tmp_path))
     with pytest.raises(Stopped):
         start(config(tmp_path), status)
+
+
+async def test_a_model_that_finds_no_room_is_written_when_there_is_some(small_disk):
+    disk = small_disk(1 << 20)
+    status = Status()
+    prepare_model_dir(config(disk.path))
+    disk.fill()
+    starting = asyncio.create_task(asyncio.to_thread(start, config(disk.path), status))
+    async with asyncio.timeout(60):
+        while not status.disk_full:  # noqa: ASYNC110 another thread sets it
+            await asyncio.sleep(0.01)
+        assert status.shown_activity == "disk_full"
+        assert not (disk.path / "model" / "model.safetensors").exists()
+        disk.free()
+        learner, _ = await starting
+    assert not status.disk_full
+    saved = load_file(disk.path / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in to_hf(learner.model).items())
+
+
+async def test_a_stop_ends_the_wait_for_room(small_disk):
+    disk = small_disk(1 << 20)
+    status = Status()
+    prepare_model_dir(config(disk.path))
+    disk.fill()
+    starting = asyncio.create_task(asyncio.to_thread(start, config(disk.path), status))
+    async with asyncio.timeout(60):
+        while not status.disk_full:  # noqa: ASYNC110 another thread sets it
+            await asyncio.sleep(0.01)
+        status.stop.set()
+        with pytest.raises(Stopped):
+            await starting
+    assert {file.name for file in (disk.path / "model").iterdir()} <= {"config.json", "tokenizer.json", ".new"}

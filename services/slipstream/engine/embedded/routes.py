@@ -6,6 +6,9 @@ import numpy as np
 
 from slipstream.common.errors import RoutesUnknown
 
+ENTRY_BYTES = 384
+"""What a key takes beside its rows, which are few."""
+
 
 class RouteStore:
     """Rows by key; the oldest keys are dropped when the bound is reached, and counted. First write wins."""
@@ -21,10 +24,10 @@ class RouteStore:
         if key in self._rows:
             return
         self._rows[key] = (rows, first_position)
-        self.size_bytes += rows.nbytes
+        self.size_bytes += ENTRY_BYTES + rows.nbytes
         while self.size_bytes > self._limit_bytes:
             oldest, _ = self._rows.pop(next(iter(self._rows)))
-            self.size_bytes -= oldest.nbytes
+            self.size_bytes -= ENTRY_BYTES + oldest.nbytes
             self.dropped_rows += len(oldest)
 
     def get(self, key: str) -> tuple[memoryview, int]:
@@ -39,5 +42,5 @@ class RouteStore:
         entry = self._rows.pop(key, None)
         if entry is None:
             return False
-        self.size_bytes -= entry[0].nbytes
+        self.size_bytes -= ENTRY_BYTES + entry[0].nbytes
         return True
