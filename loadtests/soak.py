@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ ALLOWED_MB_A_STEP = 0.1
 SAMPLE_INTERVAL_S = 1.0
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 60.0
+PROGRESS_STEPS = 50
 
 KIB, MIB = 2**10, 2**20
 LOG_BYTES, LOG_FILES = 16 * KIB, 1
@@ -66,7 +68,7 @@ expert_dim = 32
 enabled = false
 
 [orchestrator]
-groups_per_step = 4
+groups_per_step = 2
 samples_per_group = 4
 micro_batch_tokens = 1024
 metrics_limit_bytes = {METRICS_BYTES}
@@ -103,7 +105,7 @@ after = false
 type = "import"
 name = "letters"
 path = "soak:Letters"
-max_new_tokens = 12
+max_new_tokens = 6
 evaluation_task_count = 4
 """
 
@@ -180,6 +182,8 @@ class Soak:
             waited_s = time.monotonic() - looked_s
             if waited_s > (STEP_TIMEOUT_S if step else START_TIMEOUT_S):
                 raise TimeoutError(f"no step in {waited_s:.0f} s\n{self.output.read_text()}")
+            if step // PROGRESS_STEPS > (self.samples.steps or [0])[-1] // PROGRESS_STEPS:
+                print(f"soak: step {step} of {self.steps}", file=sys.stderr, flush=True)
             self.samples.steps.append(step)
             self._sample(step)
         if self.process.returncode:
@@ -312,6 +316,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=500)
     steps = parser.parse_args().steps
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave nothing running
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         soak = Soak(Path(directory), steps)
