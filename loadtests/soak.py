@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "services"))
@@ -221,7 +221,7 @@ class Soak:
         return found
 
 
-def json_lines(path: Path) -> list[dict[str, object]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a file that somebody writes."""
     try:
         text = path.read_text()
