@@ -57,10 +57,15 @@ def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
     stopped = asked.slipstream("stop", "asked")
     assert time.monotonic() - begun_s < 20
     assert (stopped.returncode, stopped.stdout) == (0, "asked has stopped\n")
-    asked.end(5.0)
+    assert asked.end(5.0) == 0, "a stop that was asked for is no failure"
+    assert "asked was stopped: " in asked.output
+    assert asked.report()["state"] == "stopped"
     assert asked.left_after(0.5) == []
     assert "service_killed" not in (asked.path / "launcher.jsonl").read_text(), "all drained by themselves"
-    assert asked.slipstream("status", "asked").returncode == 1
+    shown = asked.slipstream("status", "asked")
+    assert shown.returncode == 1
+    assert shown.stdout.startswith("asked was stopped at ")
+    assert f"report: {Path('runs/asked/report.html')}" in shown.stdout
 
 
 async def test_each_service_starts_by_hand_answers_and_drains(finished, tmp_path):

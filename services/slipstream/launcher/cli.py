@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.common.config import ConfigError, dump_toml, parse_arguments
@@ -16,7 +15,7 @@ from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
 from slipstream.common.extras import explain, foreign, missing_modules
 from slipstream.launcher.errors import LauncherError
-from slipstream.launcher.rundir import find_run
+from slipstream.launcher.rundir import find_run, shown
 
 if TYPE_CHECKING:
     from slipstream.launcher.config import RunConfig
@@ -93,9 +92,14 @@ def _sft(arguments: list[str]) -> int:
 def _status(arguments: list[str]) -> int:
     import asyncio
 
-    from slipstream.launcher.status import print_status, read_status
+    from slipstream.launcher.rundir import launcher_pid
+    from slipstream.launcher.status import ended_run, print_status, read_status
 
     run = find_run(_reference("status", arguments))
+    if launcher_pid(run) is None:
+        finished, sentence = ended_run(run)
+        print(sentence)
+        return 0 if finished else 1
     rows = asyncio.run(read_status(run))
     print_status(run, rows)
     return 0 if all(row.health != "away" for row in rows) else 1
@@ -154,11 +158,6 @@ def _reference(command: str, arguments: list[str]) -> str | None:
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
         raise ConfigError(f"usage: slipstream {command} [RUN]")
     return arguments[0] if arguments else None
-
-
-def shown(path: Path) -> str:
-    """The path as a person would type it from here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -15,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.api.run.v1 import run_pb2
-from slipstream.launcher.progress import TimeLeft, duration, facts, paused
+from slipstream.launcher.progress import Milestones, TimeLeft, duration, facts, paused
 
 LINE_INTERVAL_S = 5.0
+SILENCE_S = 60.0
+"""A line that says nothing new comes only this often, as a sign of life."""
 
 
 class Display(Protocol):
@@ -45,31 +48,37 @@ def open_display() -> Display:
 class LineDisplay:
     """Plain lines: for logs, pipes and CI."""
 
-    def __init__(self) -> None:
-        self._begun_s = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun_s = clock()
         self._left = TimeLeft()
+        self._milestones = Milestones()
         self._phase = ""
         self._pause = ""
-        self._next_s = 0.0
+        self._said: list[tuple[str, str]] = []
+        self._said_s = 0.0
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._begun_s:5.0f} s] {text}", flush=True)
+        print(f"[{self._clock() - self._begun_s:5.0f} s] {text}", flush=True)
 
     def ready(self, replica: str, count: int, total: int) -> None:
         self.say(f"{replica} is up ({count} of {total})")
 
     def show(self, run: run_pb2.Run) -> None:
         left_s = self._left.update(run)
-        now_s = time.monotonic()
         pause = run.reason if paused(run) else ""
         if pause != self._pause:
             self.say(f"paused: {pause}" if pause else "the run goes on")
             self._pause = pause
-        if run.phase == self._phase and now_s < self._next_s:
+        for news in self._milestones.news(run):
+            self.say(news)
+        (_, phase), *rest = facts(run, left_s)
+        silent_s = self._clock() - self._said_s
+        fresh = rest[:-1] != self._said  # all but the time left
+        if phase == self._phase and silent_s < (LINE_INTERVAL_S if fresh else SILENCE_S):
             return
-        self._phase, self._next_s = run.phase, now_s + LINE_INTERVAL_S
+        self._phase, self._said, self._said_s = phase, rest[:-1], self._clock()
         if run.phase != "ended":
-            (_, phase), *rest = facts(run, left_s)
             self.say("  ".join([phase, *(f"{name} {value}" for name, value in rest)]))
 
     def close(self) -> None:
@@ -83,6 +92,7 @@ class PanelDisplay:
         self._console = console or Console()
         self._begun_s = time.monotonic()
         self._left = TimeLeft()
+        self._milestones = Milestones()
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
@@ -93,6 +103,8 @@ class PanelDisplay:
         self._draw("starting", count / total, [("up", f"{count} of {total}"), ("newest", replica)])
 
     def show(self, run: run_pb2.Run) -> None:
+        for news in self._milestones.news(run):
+            self.say(news)
         (_, phase), *rest = facts(run, self._left.update(run))
         fraction = run.step / max(run.total_steps, 1) if run.phase == "training" else run.phase_fraction_done
         self._draw(phase, fraction, rest, run.reason if paused(run) else "")

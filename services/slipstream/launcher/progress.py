@@ -78,18 +78,33 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
         shown.append(("step", f"{run.step}/{run.total_steps}"))
     else:
         shown.append(("done", f"{100 * run.phase_fraction_done:.0f} %"))
-    if "reward_mean" in metrics:
-        shown.append(("reward", f"{metrics['reward_mean']:.2f}"))
-    if "lag_mean" in metrics:
-        shown.append(("lag", f"{metrics['lag_mean']:.1f}"))
-    if "tokens_per_s" in metrics:
-        shown.append(("tokens/s", f"{metrics['tokens_per_s']:.0f}"))
+    # Of the newest step: in another phase they would be figures of the past.
+    for name, key, digits in (("reward", "reward_mean", 2), ("lag", "lag_mean", 1), ("tokens/s", "tokens_per_s", 0)):
+        if run.phase == "training" and key in metrics:
+            shown.append((name, f"{metrics[key]:.{digits}f}"))
     shown.append(("left", "–" if left_s is None else duration(left_s)))
     return shown
 
 
 def paused(run: run_pb2.Run) -> bool:
     return run.state == run_pb2.RUN_STATE_PAUSED
+
+
+class Milestones:
+    """Tells each evaluation's result once, as soon as it is there."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def news(self, run: run_pb2.Run) -> list[str]:
+        """Sentences on what has come since the last call."""
+        found: dict[str, list[str]] = {}
+        for result in run.accuracies:
+            part = f"{result.environment} {100 * result.accuracy:.1f} % of {result.problem_count}"
+            found.setdefault(result.evaluation, []).append(part)
+        fresh = {name: parts for name, parts in found.items() if name not in self._told}
+        self._told |= fresh.keys()
+        return [f"held-out accuracy {name} training: {', '.join(parts)}" for name, parts in fresh.items()]
 
 
 def outcome(run: run_pb2.Run) -> str:

@@ -158,7 +158,8 @@ def run_state(records: RunRecords) -> str:
     endings = [record for record in records.launcher if record.get("kind") == "run_ended"]
     if not endings:
         return "running"
-    return "stopped" if int(endings[-1].get("exit_code", 0)) >= SIGNAL_EXIT_CODE else "failed"
+    stopped = endings[-1].get("stopped") or int(endings[-1].get("exit_code", 0)) >= SIGNAL_EXIT_CODE
+    return "stopped" if stopped else "failed"
 
 
 def weighted_mean(steps: Iterable[Record], name: str, weight_name: str) -> float | None:

@@ -11,7 +11,6 @@ from slipstream.api.run.v1 import run_pb2
 from slipstream.common.channel import open_channel
 from slipstream.common.config import dump_toml
 from slipstream.launcher import progress
-from slipstream.launcher.cli import shown
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, open_display
 from slipstream.launcher.errors import RunDirError
@@ -19,7 +18,7 @@ from slipstream.launcher.ports import PortLease, assign_endpoints
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import replicas_of, resolve
-from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir
+from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
 from slipstream.launcher.services import access_to, service_specs, write_configs
 from slipstream.launcher.session import Ending, conduct
 from slipstream.launcher.supervisor import Supervisor
@@ -71,6 +70,8 @@ async def _run_rl(
         async with open_channel(endpoints["orchestrator"], access) as channel:
             await progress.watch_run(channel, on_run)
         if stay_up:
+            report = await asyncio.to_thread(_report, run)
+            display.say(f"{run.name} finished: {_figures(latest, time.monotonic() - begun_s, report)}")
             display.say(f"the run has ended; services stay up until `slipstream stop {shown(run.path)}` or Ctrl-C")
             await asyncio.Event().wait()
 
@@ -115,15 +116,18 @@ def _kinds(stages: list[list[ProcessSpec]]) -> list[str]:
 
 def _conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, display: Display) -> int:
     """Write the report and tell the outcome in one line."""
-    run.record("run_ended", exit_code=ending.exit_code, reason=ending.sentence)
+    run.record("run_ended", exit_code=ending.exit_code, reason=ending.sentence, stopped=ending.stopped)
     display.close()
-    parts = [f"{latest.step} steps in {progress.duration(wall_s)}", _report(run)]
-    accuracies = progress.outcome(latest)
-    if accuracies:
-        parts.insert(0, f"accuracy {accuracies}")
+    figures = _figures(latest, wall_s, _report(run))
     if ending.sentence:
-        print(f"{run.name} ended: {ending.sentence} ({'; '.join(parts)})", file=sys.stderr, flush=True)
+        print(f"{run.name} ended: {ending.sentence} ({figures})", file=sys.stderr, flush=True)
     else:
-        stopped = latest.state == run_pb2.RUN_STATE_STOPPED
-        print(f"{run.name} {'was stopped' if stopped else 'finished'}: {'; '.join(parts)}", flush=True)
+        stopped = ending.stopped or latest.state == run_pb2.RUN_STATE_STOPPED
+        print(f"{run.name} {'was stopped' if stopped else 'finished'}: {figures}", flush=True)
     return ending.exit_code
+
+
+def _figures(latest: run_pb2.Run, wall_s: float, report: str) -> str:
+    parts = [f"{latest.step} steps in {progress.duration(wall_s)}", report]
+    accuracies = progress.outcome(latest)
+    return "; ".join([f"accuracy {accuracies}", *parts] if accuracies else parts)

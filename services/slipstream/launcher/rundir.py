@@ -145,3 +145,8 @@ def find_run(reference: str | None, directory: Path = Path("runs"), *, running: 
     if not runs:
         raise RunDirError(f"no {'running ' if running else ''}run in {directory}/")
     return runs[0]
+
+
+def shown(path: Path) -> str:
+    """The path as a person would type it from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -4,7 +4,8 @@
 |----------|---------------------|-------------------------|-------------------------------------|
 | `work`   | what the run is for | e.g. the run's end      | the orchestrator                    |
 | `watch`  | exits of processes  | a death                 | the kernel                          |
-| `signal` | SIGINT, TERM, HUP   | the first of them       | a person, or `slipstream stop`      |
+| `signal` | SIGINT, TERM, HUP   | the first of them       | a person                            |
+|          | SIGUSR1             |                         | `slipstream stop`                   |
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from slipstream.launcher.errors import RunFailedError, ServiceDiedError
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.supervisor import Supervisor
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ASKED_TO_STOP = signal.SIGUSR1
+"""What `slipstream stop` sends: an end that was wanted, not an interruption."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED_TO_STOP)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Ending:
     exit_code: int
     sentence: str = ""
     """Why, when it did not simply finish."""
+    stopped: bool = False
+    """By `slipstream stop`."""
 
 
 async def conduct(
@@ -73,6 +78,8 @@ async def _first(main: Callable[[], Awaitable[None]], signalled: asyncio.Queue[s
             await running
             return Ending(0)
         number = told.result()
+        if number == ASKED_TO_STOP:
+            return Ending(0, stopped=True)
         return Ending(128 + number, f"stopped by {number.name}")
     except (ServiceDiedError, RunFailedError) as error:
         return Ending(1, str(error))

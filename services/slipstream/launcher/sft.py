@@ -9,12 +9,12 @@ from types import FrameType
 
 from slipstream.common.config import dump_toml
 from slipstream.launcher import child
-from slipstream.launcher.cli import shown
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.ports import LOOPBACK
 from slipstream.launcher.resolve import resolve
-from slipstream.launcher.rundir import RunLock, create_run_dir
+from slipstream.launcher.rundir import RunLock, create_run_dir, shown
 from slipstream.launcher.services import service_command, write_configs
+from slipstream.launcher.session import ASKED_TO_STOP, STOP_SIGNALS
 
 REPLICA = "trainer"
 
@@ -34,6 +34,9 @@ def run_sft(config: RunConfig) -> int:
         code = _run(service_command("slipstream.trainer.sft", run, REPLICA))
     finally:
         lock.release()
+    if code is None:
+        print(f"{run.name} was stopped before the warm-up ended")
+        return 0
     if code == 0:
         print(f"{run.name} finished: the model is in {shown(run.path / 'model')}")
     else:
@@ -42,16 +45,16 @@ def run_sft(config: RunConfig) -> int:
     return code
 
 
-def _run(command: tuple[str, ...]) -> int:
-    """Run to the end with our own output; passes a stop signal on, and dies with us."""
+def _run(command: tuple[str, ...]) -> int | None:
+    """Run to the end with our own output; passes a stop signal on, and dies with us. None: `slipstream stop`."""
     process = subprocess.Popen(child.guarded(command), process_group=0)
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(signal.SIGTERM)
-        stopped.append(128 + number)
+        stopped.append(None if number == ASKED_TO_STOP else 128 + number)
 
-    stopped: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    stopped: list[int | None] = []
+    for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     code = process.wait()
     return stopped[0] if stopped else 128 - code if code < 0 else code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.progress import PHASE_NAMES, paused
-from slipstream.launcher.records import read_json_lines
-from slipstream.launcher.rundir import RunDir, launcher_pid
+from slipstream.launcher.records import RunRecords, read_json_lines, read_run
+from slipstream.launcher.report import build_report
+from slipstream.launcher.rundir import RunDir, launcher_pid, shown
 from slipstream.launcher.services import HealthCheck, access_to, service_of
 
 CALL_TIMEOUT_S = 3.0
@@ -40,6 +42,37 @@ class ServiceStatus:
     memory_mib: float | None = None
     note: str = ""
     """A sentence below the table: why the run is paused."""
+
+
+def ended_run(run: RunDir) -> tuple[bool, str]:
+    """Whether a run that is no longer up has finished, and one sentence on how it ended."""
+    records = read_run(run)
+    figures = build_report(records)
+    ended_s = records.launcher_time_s("run_ended")
+    reasons = [str(r["reason"]) for r in [*records.of_kind("run"), *records.launcher] if r.get("reason")]
+    accuracies = ", ".join(
+        f"{name} {_percent(each.get('before'))} -> {_percent(each.get('after'))}"
+        for name, each in figures["accuracy_by_environment"].items()
+    )
+    state = {"finished": "finished", "stopped": "was stopped", "failed": "failed"}.get(figures["state"], "was killed")
+    newest = max((float(r["time_s"]) for r in [*records.metrics, *records.launcher] if "time_s" in r), default=None)
+    when_s = ended_s if ended_s is not None else newest
+    when = f" at {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(when_s))}" if when_s is not None else ""
+    parts = [f"{figures['steps']} of {_total_steps(records)} steps"]
+    parts += [f"accuracy {accuracies}"] if accuracies else []
+    if figures["state"] == "failed" and reasons:
+        parts.insert(0, reasons[-1])
+    report = run.path / "report.html"
+    parts.append(f"report: {shown(report)}" if report.exists() else f"no report yet: slipstream report {run.name}")
+    return figures["state"] == "finished", f"{run.name} {state}{when}: {'; '.join(parts)}"
+
+
+def _total_steps(records: RunRecords) -> object:
+    return records.config.get("orchestrator", {}).get("total_steps", "?")
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{100 * value:.1f} %"
 
 
 async def read_status(run: RunDir) -> list[ServiceStatus]:

@@ -6,11 +6,14 @@ import contextlib
 import os
 import signal
 import time
+import tomllib
 
+from slipstream.launcher.config import LauncherSection
 from slipstream.launcher.rundir import RunDir, launcher_pid
+from slipstream.launcher.session import ASKED_TO_STOP
 
-STOP_WAIT_S = 25.0
-"""The launcher ends everything within its own stop timeout, 20 s unless configured; a little more than that."""
+REPORT_TIMEOUT_S = 10.0
+"""What the launcher may take for the report, once everything has ended within its stop timeout."""
 
 
 def stop_run(run: RunDir) -> int:
@@ -19,14 +22,23 @@ def stop_run(run: RunDir) -> int:
     if pid is None:
         print(f"{run.name} is not running")
         return 0
-    _signal(pid, signal.SIGTERM)
-    if _ended(run, STOP_WAIT_S):
+    wait_s = stop_timeout_s(run) + REPORT_TIMEOUT_S
+    _signal(pid, ASKED_TO_STOP)
+    if _ended(run, wait_s):
         print(f"{run.name} has stopped")
         return 0
     _signal(pid, signal.SIGKILL)
     ended = _ended(run, 5.0)
-    print(f"{run.name} did not stop within {STOP_WAIT_S:.0f} s and was killed" if ended else f"cannot stop {run.name}")
+    print(f"{run.name} did not stop within {wait_s:.0f} s and was killed" if ended else f"cannot stop {run.name}")
     return 1
+
+
+def stop_timeout_s(run: RunDir) -> float:
+    """How long the run's own configuration lets it take."""
+    try:
+        return float(tomllib.loads(run.config_file.read_text())["launcher"]["stop_timeout_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return LauncherSection().stop_timeout_s
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

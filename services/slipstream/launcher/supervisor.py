@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from slipstream.launcher.errors import ServiceDiedError
+from slipstream.launcher.memory import oom_kills
 from slipstream.launcher.process import ProcessSpec, SupervisedProcess
 
 POLL_INTERVAL_S = 0.1
@@ -27,6 +30,9 @@ TERM_FRACTION = 0.7
 HEALTHY_AFTER_S = 60.0
 """A process that ran this long before dying starts again without back-off."""
 ALWAYS_RESTART_BUDGET = 20
+KILLED = f"killed by {signal.SIGKILL.name}"
+LAST_WORDS_BYTES = 4096
+LAST_WORDS_CHARACTERS = 300
 
 RestartPolicy = Literal["never", "on_failure"]
 OnEvent = Callable[..., None]
@@ -47,6 +53,7 @@ class Supervisor:
         log_limit_bytes: int = 64 << 20,
         log_kept_files: int = 1,
         on_event: OnEvent = lambda kind, **fields: None,
+        oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self._restart = restart
         self._restart_budget = restart_budget
@@ -57,6 +64,8 @@ class Supervisor:
         self._log_limit_bytes = log_limit_bytes
         self._log_kept_files = log_kept_files
         self._on_event = on_event
+        self._oom_kills = oom_kills
+        self._oom_kills_before = oom_kills()
         self._running: dict[str, SupervisedProcess] = {}
         self._restarts: dict[str, int] = {}
         self._due: dict[str, tuple[float, ProcessSpec]] = {}
@@ -138,6 +147,8 @@ class Supervisor:
             key=lambda item: not item[1].startswith("killed"),
         ):
             del self._running[process.spec.replica]
+            if reason == KILLED and self._oom_kills() > self._oom_kills_before:
+                reason += ", as the machine ran out of memory"
             self._on_event("service_died", replica=process.spec.replica, reason=reason)
             self._restart_or_give_up(process, reason)
         for replica, (due_s, spec) in list(self._due.items()):
@@ -160,7 +171,23 @@ class Supervisor:
         self._on_event("service_restart", replica=spec.replica, restart=count + 1, delay_s=delay_s)
 
     def _give_up(self, spec: ProcessSpec, what: str) -> NoReturn:
-        raise ServiceDiedError(f"{spec.replica} {what}; its log is {_log_to_read(spec)}", spec.replica)
+        # What was killed did not know it would be, so its last line says nothing of why.
+        said = last_words(spec.output_file) if "exited with code" in what else ""
+        sentence = f"{spec.replica} {what}{f': {said}' if said else ''}; its log is {_log_to_read(spec)}"
+        raise ServiceDiedError(sentence, spec.replica)
+
+
+def last_words(output_file: Path) -> str:
+    """The last line that a service printed: the message of a traceback, or the sentence it gave up with."""
+    try:
+        with output_file.open("rb") as output:
+            output.seek(max(output.seek(0, 2) - LAST_WORDS_BYTES, 0))
+            lines = output.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    said = lines[-1].strip() if lines else ""
+    said = re.sub(r"^(error|slipstream-[a-z]+|(\w+\.)*(ConfigError|ServiceFailed)): ", "", said)
+    return said if len(said) <= LAST_WORDS_CHARACTERS else f"{said[:LAST_WORDS_CHARACTERS]}…"
 
 
 def _log_to_read(spec: ProcessSpec) -> str:

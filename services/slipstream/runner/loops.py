@@ -27,11 +27,13 @@ from slipstream.common.errors import (
     RunnerSuperseded,
     SlipstreamError,
     Unauthenticated,
+    Unreachable,
     Unsupported,
     from_rpc_error,
 )
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
 from slipstream.runner.groups import GroupRunner, refs_of, task_of
+from slipstream.runner.outage import Outage
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.spool import Spool
@@ -97,6 +99,7 @@ class RunnerLoops:
         self._unreported = 0
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
+        self._outage = Outage("orchestrator", clock)
         self.draining = False
 
     @property
@@ -133,6 +136,7 @@ class RunnerLoops:
                 except grpc.aio.AioRpcError as error:
                     await self._retry_or_raise(error, "acquire")
                     continue  # with the same request id: what was handed out is not lost
+                self._outage.answered()
                 request_id = str(uuid4())
                 if response.groups:
                     await self._start(list(response.groups))
@@ -237,6 +241,7 @@ class RunnerLoops:
                 self._acknowledged = acknowledged + self._acknowledged
                 await self._retry_or_raise(error, "heartbeat")
                 continue
+            self._outage.answered()
             if response.cancellations:
                 self._settled.clear()
                 self._cancel(list(response.cancellations))
@@ -291,7 +296,10 @@ class RunnerLoops:
         rebuilt = from_rpc_error(error)
         if isinstance(rebuilt, FINAL):
             raise rebuilt from error
-        log.warning("orchestrator_call_failed", call=what, reason=rebuilt.reason, detail=rebuilt.message)
+        if isinstance(rebuilt, Unreachable):
+            self._outage.failed(rebuilt.message)
+        else:
+            log.warning("orchestrator_call_failed", call=what, reason=rebuilt.reason, detail=rebuilt.message)
         await asyncio.sleep(RETRY_S)
 
     async def drain(self) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from slipstream.launcher.rundir import create_run_dir, launcher_pid
-from slipstream.launcher.stop import stop_run
+from slipstream.launcher.stop import stop_run, stop_timeout_s
 
 HOLD = """
 import pathlib, sys, time
@@ -16,6 +16,13 @@ lock = RunLock(RunDir(pathlib.Path(sys.argv[1])))
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+def test_stop_waits_as_long_as_the_run_may_take(tmp_path):
+    run = create_run_dir(tmp_path, "demo")
+    assert stop_timeout_s(run) == 20.0
+    run.config_file.write_text("[launcher]\nstop_timeout_s = 300.0\n")
+    assert stop_timeout_s(run) == 300.0
 
 
 def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
@@ -27,5 +34,5 @@ def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
         assert launcher_pid(run) == launcher.pid
         assert stop_run(run) == 0
         assert launcher_pid(run) is None
-        assert launcher.wait() == -signal.SIGTERM
+        assert launcher.wait() == -signal.SIGUSR1
     assert capsys.readouterr().out.splitlines() == ["demo is not running", "demo has stopped"]

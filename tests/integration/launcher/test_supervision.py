@@ -110,6 +110,20 @@ def test_a_stop_signal_ends_everything_also_what_ignores_it(launch, number):
     assert [event["replica"] for event in launched.events("service_killed")] == ["decode"]
 
 
+def test_a_stop_that_was_asked_for_is_no_failure(launch):
+    launched = launch(router=SLEEP)
+    launched.wait_ready()
+    launched.process.send_signal(signal.SIGUSR1)
+    assert launched.end() == (0, "")
+
+
+def test_what_a_service_said_last_is_in_the_sentence(launch):
+    talkative = "import sys; print('slipstream-decode: the jail cannot be made', file=sys.stderr); sys.exit(1)"
+    code, sentence = launch(decode=talkative).end()
+    assert code == 1
+    assert "decode died (exited with code 1): the jail cannot be made; its log is " in sentence
+
+
 def test_a_second_ctrl_c_does_not_wait(launch):
     launched = launch(decode=STUBBORN)
     launched.wait_ready()

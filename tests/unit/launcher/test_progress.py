@@ -58,6 +58,35 @@ def test_the_outcome_names_accuracy_before_and_after():
     assert outcome(run) == "spell 41.0 % -> 95.5 %, make 18.0 % -> not measured"
 
 
+def test_figures_of_training_are_not_shown_in_a_later_phase():
+    metrics = {"reward_mean": 0.618, "lag_mean": 1.44, "tokens_per_s": 2310.4}
+    run = run_pb2.Run(phase="evaluating_after", phase_fraction_done=0.4, metrics=metrics)
+    assert facts(run, 3.0) == [("phase", "evaluating after"), ("done", "40 %"), ("left", "3 s")]
+
+
+def test_a_line_that_says_nothing_new_waits_a_minute(capsys):
+    clock = Clock()
+    display = LineDisplay(clock)
+    run = run_pb2.Run(phase="training", step=3, total_steps=100)
+    for clock.now_s in range(0, 120, 2):
+        display.show(run)
+    assert [line.split("]")[0] for line in capsys.readouterr().out.splitlines()] == ["[    0 s", "[   60 s"]
+    run.step = 4
+    display.show(run)
+    assert "step 4/100" in capsys.readouterr().out
+
+
+def test_an_accuracy_is_told_once_when_it_is_there(capsys):
+    display = LineDisplay(Clock())
+    run = run_pb2.Run(phase="training", total_steps=9)
+    for environment, accuracy in (("spell", 0.451), ("make", 0.07)):
+        run.accuracies.add(evaluation="before", environment=environment, accuracy=accuracy, problem_count=200)
+    display.show(run)
+    display.show(run)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
+    assert lines == ["[    0 s] held-out accuracy before training: spell 45.1 % of 200, make 7.0 % of 200"]
+
+
 def test_without_a_terminal_a_line_comes_now_and_then(capsys):
     display = LineDisplay()
     for step in range(100):

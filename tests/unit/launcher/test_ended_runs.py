@@ -1,0 +1,49 @@
+"""What `slipstream status` says of a run that is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.launcher.cli import main
+from slipstream.launcher.report import write_report
+from slipstream.launcher.status import ended_run
+
+
+def status(run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["status", str(run.path)])
+    return caught.value.code, capsys.readouterr().out
+
+
+def test_a_finished_run_tells_when_how_well_and_where(synthetic_run, capsys):
+    write_report(synthetic_run)
+    code, printed = status(synthetic_run, capsys)
+    assert code == 0
+    assert printed == (
+        "synthetic finished at 2027-01-15 08:01:30 UTC: 20 of ? steps; "
+        "accuracy spell_backward 41.0 % -> 95.5 %, make_number 18.0 % -> 61.0 %; "
+        f"report: {synthetic_run.path / 'report.html'}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "says"),
+    [
+        ({"exit_code": 1, "reason": "decode-1 died"}, "synthetic failed at 2027-01-15 08:02:00 UTC: decode-1 died; "),
+        ({"exit_code": 0, "stopped": True}, "synthetic was stopped at 2027-01-15 08:02:00 UTC: "),
+        ({"exit_code": 130, "reason": "stopped by SIGINT"}, "synthetic was stopped at 2027-01-15 08:02:00 UTC: "),
+        (None, "synthetic was killed at "),
+    ],
+)
+def test_a_run_that_did_not_finish_says_how_it_ended(synthetic_run, write_lines, ending, says):
+    lines = [
+        line for line in (synthetic_run.path / "metrics.jsonl").read_text().splitlines() if '"finished"' not in line
+    ]
+    (synthetic_run.path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    events = [{"kind": "run_started", "time_s": 1_800_000_000.0}]
+    if ending is not None:
+        events.append({"kind": "run_ended", "time_s": 1_800_000_120.0, **ending})
+    write_lines(synthetic_run.path / "launcher.jsonl", events)
+    finished, sentence = ended_run(synthetic_run)
+    assert not finished
+    assert sentence.startswith(says)

@@ -1,0 +1,85 @@
+"""Memory: what a run needs, what is left, and who was killed for want of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from slipstream.common.config import load_config
+from slipstream.launcher.config import RUN_CONFIG
+from slipstream.launcher.errors import ServiceDiedError
+from slipstream.launcher.memory import MIB, available_bytes, needed_bytes, oom_kills
+from slipstream.launcher.process import ProcessSpec
+from slipstream.launcher.supervisor import Supervisor
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
+
+
+@pytest.fixture
+def proc(tmp_path):
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 8000000 kB\nMemFree: 100 kB\nMemAvailable: 4096000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/user/session\n")
+    (proc / "vmstat").write_text("pgfault 5\noom_kill 2\n")
+    return proc
+
+
+def write_limit(cgroup: Path, limit: str, used: int, cache: int) -> None:
+    cgroup.mkdir(parents=True, exist_ok=True)
+    (cgroup / "memory.max").write_text(f"{limit}\n")
+    (cgroup / "memory.current").write_text(f"{used}\n")
+    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+    (cgroup / "memory.events").write_text("oom 9\noom_kill 3\n")
+
+
+def test_without_a_limit_the_machine_counts(proc, tmp_path):
+    assert available_bytes(proc, tmp_path / "cgroup") == 4000 * MIB
+
+
+def test_the_tightest_cgroup_counts_and_its_cache_is_free(proc, tmp_path):
+    cgroup = tmp_path / "cgroup"
+    write_limit(cgroup / "user" / "session", "max", 10, 0)
+    write_limit(cgroup / "user", str(500 * MIB), 450 * MIB, 50 * MIB)
+    assert available_bytes(proc, cgroup) == 100 * MIB
+
+
+def test_the_first_version_of_cgroups_counts_too(proc, tmp_path):
+    (proc / "self" / "cgroup").write_text("5:cpu:/a\n4:memory:/a\n")
+    directory = tmp_path / "cgroup" / "memory" / "a"
+    directory.mkdir(parents=True)
+    (directory / "memory.limit_in_bytes").write_text(str(300 * MIB))
+    (directory / "memory.usage_in_bytes").write_text(str(100 * MIB))
+    (directory / "memory.stat").write_text("total_inactive_file 0\n")
+    assert available_bytes(proc, tmp_path / "cgroup") == 200 * MIB
+
+
+def test_more_workers_and_more_blocks_need_more():
+    small = needed_bytes(load_config(RUN_CONFIG, [DEMO]))
+    assert 1000 * MIB < small < 2500 * MIB
+    assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.replicas=9"])) > small + 7 * 200 * MIB
+    assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.engine.block-count=1000000"])) > 10_000 * MIB
+
+
+def test_kills_for_want_of_memory_are_counted(proc, tmp_path):
+    write_limit(tmp_path / "cgroup" / "user", "max", 0, 0)
+    assert oom_kills(proc, tmp_path / "cgroup") == 5
+    assert oom_kills(tmp_path / "nowhere", tmp_path / "nowhere") == 0
+
+
+@pytest.mark.parametrize(("kills", "says"), [(0, "(killed by SIGKILL)"), (1, "as the machine ran out of memory)")])
+async def test_a_service_that_the_kernel_killed_is_named_so(tmp_path, kills, says):
+    count = [0]
+    supervisor = Supervisor(oom_kills=lambda: count[0])
+    spec = ProcessSpec("decode-1", ("sleep", "60"), tmp_path / "log", tmp_path / "out")
+    await supervisor.start([spec])
+    count[0] = kills
+    (process,) = supervisor._running.values()
+    process.signal(signal.SIGKILL)
+    with pytest.raises(ServiceDiedError) as caught:
+        await asyncio.wait_for(supervisor.watch(), 5)
+    assert says in str(caught.value)
+    await supervisor.stop()
