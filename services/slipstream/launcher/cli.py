@@ -29,6 +29,7 @@ usage: slipstream COMMAND
   status [RUN]                                show each service of a run, its version and its load
   stop [RUN]                                  end a run and wait until nothing of it is left
   report [RUN]                                make report.json and report.html of a run again
+  doctor [@ FILE.toml]...                     check whether this machine can carry a run
   --version                                   print the version
 
 RUN is a name in runs/ or a path; without it, the newest run is meant. `rl`, `up` and `sft` also take
@@ -118,6 +119,12 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
+def _doctor(arguments: list[str]) -> int:
+    from slipstream.launcher.doctor import run_doctor
+
+    return run_doctor(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -167,5 +174,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "status": _status,
     "stop": _stop,
     "report": _report,
+    "doctor": _doctor,
     "--version": _version,
 }
