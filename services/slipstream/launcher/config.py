@@ -81,6 +81,9 @@ class LauncherSection(BaseConfig):
     stop_timeout_s: float = Field(default=20.0, ge=1.0)
     """Time in which everything ends: what has not drained after 70 % of it is killed."""
 
+    check_memory: bool = True
+    """Refuse to start a run that needs more memory than is available."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Level of every service's log."""
 

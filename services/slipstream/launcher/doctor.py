@@ -11,7 +11,7 @@ from slipstream.launcher import doctor_machine as machine
 from slipstream.launcher import doctor_run as of_run
 from slipstream.launcher.config import RUN_CONFIG, RunConfig
 from slipstream.launcher.doctor_machine import Finding
-from slipstream.launcher.memory import needed_bytes
+from slipstream.launcher.needs import needed_bytes
 from slipstream.launcher.preflight import preflight
 from slipstream.launcher.resolve import check, replicas_of
 
@@ -41,7 +41,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         print(Finding("FAILED", "configuration", str(error)).line())
         return 1
     checks = _checks(config, redis_url)
-    for finding in (_configuration(lambda: preflight(config, origins)), *(check() for check in checks)):
+    for finding in (_configuration(lambda: preflight(config, origins)), *(look() for look in checks)):
         print(finding.line(), flush=True)
         failed += finding.state == "FAILED"
     if failed:

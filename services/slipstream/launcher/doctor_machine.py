@@ -126,7 +126,7 @@ def check_clock(
     sleep: Callable[[float], None] = time.sleep,
     synchronised: Callable[[], bool | None] | None = None,
 ) -> Finding:
-    """Whether the wall clock runs as the steady one does. Only records and reports read it; no lease or deadline does."""
+    """Whether the wall clock runs as the steady one does. Only records and reports read it, no lease or deadline."""
     wall_s, steady_s = wall(), steady()
     sleep(CLOCK_SAMPLE_S)
     step_s = (wall() - wall_s) - (steady() - steady_s)

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import redis
+import structlog
 
 from slipstream.common.errors import SandboxBroken
 from slipstream.launcher.config import RunConfig
@@ -44,10 +46,25 @@ USERNS_SWITCHES = (
 def check_jail(bwrap: Path | None = None, sysctl: Path = Path("/proc/sys")) -> Finding:
     """Run a program in the jail, as the sandbox executor will."""
     try:
-        with open_executor(SandboxConfig(max_running_execs=1, bwrap=bwrap)) as executor:
+        with _silent_logs(), open_executor(SandboxConfig(max_running_execs=1, bwrap=bwrap)) as executor:
             return Finding("ok", "sandbox jail", f"a program ran in it, limits held by {executor.accounting}")
     except SandboxBroken as error:
         return Finding("FAILED", "sandbox jail", error.message.splitlines()[0], userns_remedy(sysctl))
+
+
+@contextmanager
+def _silent_logs() -> Iterator[None]:
+    """The finding says it all."""
+
+    def drop(*_: object) -> NoReturn:
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[drop])
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def userns_remedy(sysctl: Path) -> str:

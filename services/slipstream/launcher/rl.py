@@ -14,6 +14,7 @@ from slipstream.launcher import progress
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, open_display
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.needs import check_memory
 from slipstream.launcher.ports import PortLease, assign_endpoints
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.report import write_report
@@ -27,6 +28,7 @@ from slipstream.launcher.valkey import socket_path, valkey_spec
 
 def run_rl(config: RunConfig, *, stay_up: bool) -> int:
     """Run everything; returns the exit code."""
+    check_memory(config)
     run = create_run_dir(config.run.directory, config.run.name)
     lock, lease, display = RunLock(run), PortLease(), open_display()
     try:

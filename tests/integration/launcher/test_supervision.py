@@ -45,7 +45,7 @@ class Launched:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self, timeout_s: float = 8.0) -> tuple[int, str]:
+    def end(self, timeout_s: float = 20.0) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output.strip()
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.common.config import load_config
+from slipstream.common.config import ConfigError, load_config
 from slipstream.launcher.config import RUN_CONFIG
 from slipstream.launcher.errors import ServiceDiedError
-from slipstream.launcher.memory import MIB, available_bytes, needed_bytes, oom_kills
+from slipstream.launcher.memory import MIB, available_bytes, oom_kills
+from slipstream.launcher.needs import check_memory, needed_bytes
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.supervisor import Supervisor
 
@@ -62,6 +63,14 @@ def test_more_workers_and_more_blocks_need_more():
     assert 1000 * MIB < small < 2500 * MIB
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.replicas=9"])) > small + 7 * 200 * MIB
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.engine.block-count=1000000"])) > 10_000 * MIB
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts():
+    config = load_config(RUN_CONFIG, [DEMO])
+    with pytest.raises(ConfigError, match=r"needs about \d+ MiB of memory and 512 MiB are available; end other"):
+        check_memory(config, lambda: 512 * MIB)
+    check_memory(config, lambda: 4000 * MIB)
+    check_memory(load_config(RUN_CONFIG, [DEMO], ["launcher.check_memory=false"]), lambda: 0)
 
 
 def test_kills_for_want_of_memory_are_counted(proc, tmp_path):

@@ -1,0 +1,43 @@
+"""What a run needs of memory, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.common.config import ConfigError
+from slipstream.launcher.config import RunConfig
+from slipstream.launcher.memory import MIB, available_bytes
+from slipstream.models.qwen3_moe.config import MoeConfig
+
+BASE_MIB = {"orchestrator": 65, "broadcaster": 60, "router": 45, "sandbox": 40, "prefill": 230, "decode": 240,
+            "runner": 95, "trainer": 330, "valkey": 8}  # fmt: skip
+"""Proportional set size of each process of the demo, a little below what `slipstream status` shows."""
+TRAINER_COPIES = 6
+"""Weights, gradients, two moments, and the copies that are published and saved."""
+WORKER_COPIES = 3
+"""Weights served, weights fetched, and the bytes they came in."""
+
+
+def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
+    """A lower bound of what all processes of a run take together."""
+    sizes = sizes or config.model
+    weights = 4 * sizes.parameter_count(sizes.vocab_size or 128)
+    total = MIB * (BASE_MIB["valkey"] + BASE_MIB["orchestrator"] + BASE_MIB["broadcaster"])
+    total += MIB * (BASE_MIB["router"] + BASE_MIB["sandbox"] + BASE_MIB["trainer"]) + TRAINER_COPIES * weights
+    for pool in ("prefill", "decode"):
+        engine: Any = getattr(config.section(pool), "engine", None)
+        tokens = engine.block_count * engine.block_size_tokens
+        kv = 4 * tokens * sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim
+        total += config.replicas(pool) * (MIB * BASE_MIB[pool] + WORKER_COPIES * weights + kv)
+    return total + config.replicas("runner") * MIB * BASE_MIB["runner"]
+
+
+def check_memory(config: RunConfig, available: Callable[[], int] = available_bytes) -> None:
+    """Raise `ConfigError` where a run would only start to be killed."""
+    needed, left = needed_bytes(config), available()
+    if config.launcher.check_memory and left < needed:
+        raise ConfigError(
+            f"the run needs about {needed // MIB} MiB of memory and {left // MIB} MiB are available; end other "
+            "programs, lower replicas or block counts, or set launcher.check_memory = false"
+        )
