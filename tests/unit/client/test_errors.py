@@ -18,8 +18,11 @@ def test_every_error_of_the_client_is_one_of_the_server():
 
 
 def test_the_status_of_the_server_is_read_without_generated_classes():
-    error = RolloutUnknown("gone", group_id="é" * 200, empty="")
+    error = RolloutUnknown("gone", group_id="a" * 200, empty="")
     assert error_info(to_status(error).SerializeToString()) == ("ROLLOUT_UNKNOWN", error.metadata)
+    status = status_pb2.Status(code=5)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(domain="slipstream", reason="X", metadata={"é": "ß" * 99}))
+    assert error_info(status.SerializeToString()) == ("X", {"é": "ß" * 99})
     assert error_info(b"") is None
     assert error_info(b"\x1a\xff\x01x") is None
     assert error_info(b"\xff\xff") is None
