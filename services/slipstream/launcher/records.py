@@ -35,6 +35,17 @@ def read_all(path: Path) -> list[Record]:
     return [record for file in with_older(path) for record in read_json_lines(file)]
 
 
+def read_timeline(directory: Path) -> dict[str, list[Record]]:
+    """Intervals by replica. Where the oldest of one are gone, so are those of the others: figures compare them."""
+    timeline: dict[str, list[Record]] = {}
+    known_since_s = 0.0
+    for path in sorted(directory.glob("*.jsonl")):
+        timeline[path.stem] = records = [record for record in read_all(path) if "end_s" in record]
+        if records and len(with_older(path)) > 1:
+            known_since_s = max(known_since_s, min(float(record["start_s"]) for record in records))
+    return {name: [r for r in records if float(r["end_s"]) >= known_since_s] for name, records in timeline.items()}
+
+
 @dataclass
 class RunRecords:
     """Everything that the report is made from."""
@@ -77,7 +88,7 @@ def read_run(run: RunDir) -> RunRecords:
         name=run.name,
         config=config,
         metrics=read_all(run.path / "metrics.jsonl"),
-        timeline={path.stem: read_all(path) for path in sorted((run.path / "timeline").glob("*.jsonl"))},
+        timeline=read_timeline(run.path / "timeline"),
         evaluations=[
             record
             for path in sorted((run.path / "rollouts").glob("*.jsonl"))

@@ -41,6 +41,20 @@ def test_overlap_is_training_time_with_any_decode_over_training_time(synthetic_r
     assert build_report(read_run(synthetic_run))["overlap_fraction"] == pytest.approx(5 / 6, abs=1e-3)
 
 
+def test_files_that_reached_their_bound_are_read_with_what_is_left_of_them(synthetic_run):
+    whole = build_report(read_run(synthetic_run))
+    for name in ("metrics.jsonl", "timeline/decode-1.jsonl", "timeline/decode-2.jsonl"):
+        path = synthetic_run.path / name
+        lines = path.read_text().splitlines(keepends=True)
+        path.with_name(f"{path.name}.1").write_text("".join(lines[: len(lines) // 2]))
+        path.write_text("".join(lines[len(lines) // 2 :]))
+    assert build_report(read_run(synthetic_run)) == whole
+
+    for path in (synthetic_run.path / "timeline").glob("decode-*.jsonl.1"):
+        path.write_text(path.read_text().splitlines(keepends=True)[-1])  # the rest went
+    assert build_report(read_run(synthetic_run))["overlap_fraction"] == pytest.approx(5 / 6, abs=0.03)
+
+
 def test_intervals_unite_and_intersect():
     left = union([(3, 5), (0, 1), (0.5, 2), (7, 7)])
     assert left == [(0, 2), (3, 5)]
