@@ -43,9 +43,9 @@ def run_rl(config: RunConfig, *, stay_up: bool) -> int:
 async def _run_rl(
     config: RunConfig, run: RunDir, socket: Path, lease: PortLease, display: Display, *, stay_up: bool
 ) -> int:
-    endpoints = assign_endpoints(run.endpoints_file, replicas_of(config), lease)
-    configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}")
     try:
+        endpoints = assign_endpoints(run.endpoints_file, replicas_of(config), lease)
+        configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}")
         run.config_file.write_text(dump_toml(config))
         write_configs(run, configs)
     except OSError as error:
