@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from slipstream.launcher.intervals import Interval
@@ -27,6 +27,8 @@ class Series:
     """Drawn thin and without an entry in the legend: the raw values behind a smoothed line."""
     marked: bool = False
     """Each point gets a dot: few measurements rather than a curve."""
+    joined: bool = True
+    """A line goes through the points; without, each dot has its value beside it."""
 
 
 def line_chart(
@@ -54,7 +56,12 @@ def line_chart(
     for one in series:
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in one.points)
         style = 'stroke-width="1" opacity="0.3"' if one.faint else 'stroke-width="2"'
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{one.color}" {style} stroke-linejoin="round"/>')
+        if one.joined:
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{one.color}" {style} stroke-linejoin="round"/>'
+            )
+        else:
+            parts += [_beside(x_of(x), y_of(y), (y_format or number)(y)) for x, y in one.points]
         if one.marked:
             parts += [
                 f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="4.5" fill="#fff" stroke="{one.color}" '
@@ -199,8 +206,14 @@ def power(value: float) -> str:
     return f"1e{round(math.log10(value))}"
 
 
+def _beside(x: float, y: float, text: str) -> str:
+    """A dot's value, on the side where there is room."""
+    left = x > WIDTH / 2
+    return _text(x + (-9 if left else 9), y + 4, text, "end" if left else "start", "value")
+
+
 def _positive(one: Series) -> Series:
-    return Series(one.name, [(x, y) for x, y in one.points if y > 0], one.color, one.faint, one.marked)
+    return replace(one, points=[(x, y) for x, y in one.points if y > 0])
 
 
 def _scale(low: float, high: float, at_low: float, at_high: float, *, log: bool = False) -> Callable[[float], float]:

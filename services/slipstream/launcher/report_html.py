@@ -11,12 +11,16 @@ from slipstream.launcher import charts, report
 from slipstream.launcher.charts import BLUE, GREY, ORANGE, PALETTE, PURPLE, RED, TEAL, Series, Track
 from slipstream.launcher.intervals import Interval, clip, total_s, union
 from slipstream.launcher.records import Record, RunRecords
+from slipstream.launcher.report_samples import sample_tables
 from slipstream.launcher.style import STYLE
 
 KIND_COLORS = {"sft": PURPLE, "train_step": BLUE, "prefill": TEAL, "decode": ORANGE, "update": RED}
 KIND_NAMES = {"sft": "warm-up", "train_step": "training step", "update": "weight update"}
 DETAIL_S = 12.0
-SAMPLES_SHOWN = 8
+ENDS = 2
+"""Evaluations of a run that is only asked before and after; a line between them would be invented."""
+MISMATCH_FLOOR = 1e-12
+"""What rounding leaves of equal float32 log-probabilities, squared, is below this: smaller figures mean nothing."""
 FEW_POINTS = 15
 """So few get a dot each: with lag, hardly any token has a pure context."""
 
@@ -61,7 +65,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         (percent(figures["overlap_fraction"]), "overlap", "of training time with a decode running"),
         (f"{figures['lag_max']} of {figures['lag_bound']}", "largest lag", "versions, and its bound"),
         (figure(figures["mismatch_kl"]), "mismatch KL", "mean k3 per trained token"),
-        (figure(figures["tokens_per_s"]), "tokens/s", "trained"),
+        (figure(figures["tokens_per_s"]), "trained tokens/s", "with a gradient, over the training time"),
         (percent(figures["cached_token_fraction"]), "prefix cache", "of prompt tokens found in it"),
         (figure(figures["sandbox_executions"]), "sandbox runs", "executions, one a group"),
     ]
@@ -98,13 +102,19 @@ def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         point = (float(evaluation["step"]), float(evaluation["accuracy"]))
         accuracies.setdefault(str(evaluation["environment"]), []).append(point)
     colors = dict(zip(names, PALETTE, strict=False))
-    lines = [Series(name, sorted(points), colors.get(name, GREY), marked=True) for name, points in accuracies.items()]
+    dots = [
+        Series(name, sorted(points), colors.get(name, GREY), marked=True, joined=len(points) > ENDS)
+        for name, points in accuracies.items()
+    ]
     accuracy_chart = charts.line_chart(
-        lines, x_label="step", y_label="held-out accuracy", y_range=(0, 1), y_format=lambda y: f"{100 * y:.0f} %"
+        dots, x_label="step", y_label="held-out accuracy", y_range=(0, 1), y_format=lambda y: f"{100 * y:.0f} %"
     )
+    asked = "Greedy, one answer a problem, through the workers."
+    if all(not one.joined for one in dots):
+        asked += " Asked before and after training only: what lies between was not measured, and no line is drawn."
     return [
         _card("Reward of what was sampled", reward_chart, "Faint: each step. Strong: running mean."),
-        _card("Accuracy on held-out problems", accuracy_chart, "Greedy, one answer a problem, through the workers."),
+        _card("Accuracy on held-out problems", accuracy_chart, asked),
         *_optimisation(steps, window),
     ]
 
@@ -178,20 +188,23 @@ def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         _card("Lag of trained groups", charts.bar_chart(lags, x_label="versions behind", y_label="groups"),
               f"Bound: {figures['lag_bound']}."),
         _card("How groups ended", charts.level_chart(ends),
-              f"In groups; {figures['rollouts_cancelled']} rollouts were cancelled. Aged out may have started again."),
+              f"In groups; {figures['rollouts_cancelled']} rollouts were cancelled. Aged out may have started again. "
+              "No variance: all rollouts of the group earned the same, so there is nothing to learn from them."),
     ]  # fmt: skip
 
 
 def _mismatch(records: RunRecords) -> list[str]:
     parts = [("mismatch_kl", "all tokens", GREY), ("mismatch_numeric", "numeric (pure context)", BLUE),
              ("mismatch_policy_lag", "policy lag", ORANGE), ("mismatch_stale_kv", "stale KV", PURPLE)]  # fmt: skip
-    curves = [(name, [p for p in curve(records.steps, key) if p[1] > 0], color) for key, name, color in parts]
+    curves = [
+        (name, [(x, max(y, MISMATCH_FLOOR)) for x, y in curve(records.steps, key)], color) for key, name, color in parts
+    ]
     lines = [Series(name, points, color, marked=len(points) < FEW_POINTS) for name, points, color in curves]
     ratio = curve(records.steps, "ratio_p999")
     ratios = [Series("p99.9", ratio, RED)] if ratio else []
     return [
         _card("Mismatch KL in its parts", charts.line_chart(lines, x_label="step", y_label="mean k3", log=True),
-              "Trainer and engine on the same tokens. Numeric should stay at rounding."),
+              "Trainer and engine on the same tokens. Numeric should stay at rounding: the floor, 1e-12."),
         _card("Probability ratio, 99.9th percentile",
               charts.line_chart(ratios, x_label="step", y_label="trainer / engine")),
     ]  # fmt: skip
@@ -214,7 +227,11 @@ def _throughput(records: RunRecords) -> list[str]:
     flights = report.mean(update.get("in_flight_samples") for update in updates)
     in_flight = f" On average {flights:.1f} samples were in flight and went on." if flights is not None else ""
     return [
-        _card("Tokens sampled per second", charts.line_chart(lines, x_label="step", y_label="tokens/s")),
+        _card(
+            "Tokens sampled per second",
+            charts.line_chart(lines, x_label="step", y_label="sampled tokens/s"),
+            "All that the decode workers drew, trained or not; the figure at the top counts trained tokens only.",
+        ),
         _card("Where a step's time goes", charts.line_chart(times, x_label="step", y_label="seconds")),
         _card("Busy seconds", charts.level_chart(sorted(busy, key=lambda bar: bar[0]))),
         _card(
@@ -226,48 +243,8 @@ def _throughput(records: RunRecords) -> list[str]:
 
 
 def _samples(records: RunRecords) -> list[str]:
-    asked: dict[tuple[str, int], dict[str, Record]] = {}
-    for rollout in records.evaluations:
-        when = "before" if str(rollout.get("dispatch_version", "")).endswith(".0") else "after"
-        key = (str(rollout.get("environment")), int(rollout.get("task_index", 0)))
-        asked.setdefault(key, {})[when] = rollout
-    cards = []
-    for environment in _environments(records):
-        pairs = [pair for (name, _), pair in sorted(asked.items()) if name == environment and "before" in pair]
-        # Mostly problems that were wrong before: the change is what one looks for.
-        wrong = [pair for pair in pairs if not pair["before"].get("correct")]
-        right = [pair for pair in pairs if pair["before"].get("correct")]
-        shown = (wrong[: SAMPLES_SHOWN - min(2, len(right))] + right[:2])[:SAMPLES_SHOWN]
-        if not shown:
-            continue
-        asked_for = _common_start([str(pair["before"].get("prompt", "")) for pair in pairs])
-        rows = "".join(
-            f"<tr><td>{_code(str(pair['before'].get('prompt', ''))[len(asked_for) :].strip())}</td>"
-            f"<td>{_answer(pair['before'])}</td><td>{_answer(pair.get('after'))}</td></tr>"
-            for pair in shown
-        )
-        head = "<thead><tr><th>problem</th><th>before</th><th>after</th></tr></thead>"
-        table = f"<table>{head}<tbody>{rows}</tbody></table>"
-        cards.append(_card(environment, table, f"{asked_for.strip()} …" if asked_for else ""))
+    cards = [_card(*table) for table in sample_tables(records, _environments(records))]
     return cards or [_card("Samples", charts.empty_chart())]
-
-
-def _common_start(prompts: Sequence[str]) -> str:
-    """Whole words that all prompts begin with: the instruction, which need not stand in every row."""
-    first, last = min(prompts), max(prompts)  # what the two ends of the order share, all share
-    length = next((index for index, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), 0)
-    return first[: first.rfind(" ", 0, length) + 1]
-
-
-def _answer(rollout: Record | None) -> str:
-    if rollout is None:
-        return '<span class="empty">not asked</span>'
-    mark = "right" if rollout.get("correct") else "wrong"
-    return f'<span class="{mark}">{"✓" if mark == "right" else "✗"}</span> {_code(rollout.get("completion"))}'
-
-
-def _code(text: object) -> str:
-    return f"<code>{escape(str(text if text is not None else '')) or '&nbsp;'}</code>"
 
 
 def _histogram(values: Sequence[float], bins: int = 10) -> list[tuple[str, float]]:

@@ -13,10 +13,10 @@ header p { margin: 4px 0 0; color: var(--soft); }
   color: var(--soft); letter-spacing: 0; }
 .state.finished { background: #dff3ec; color: #0f6b5f; }
 .state.failed { background: #fbe3e6; color: #a02a3b; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 14px; margin-top: 26px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); gap: 14px; margin-top: 26px; }
 .tile, .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 15px 18px; display: flex; flex-direction: column; }
-.tile b { font-size: 23px; font-weight: 650; letter-spacing: -0.02em; white-space: nowrap;
+.tile { padding: 15px 16px; display: flex; flex-direction: column; min-width: 0; }
+.tile b { font-size: 21px; font-weight: 650; letter-spacing: -0.02em; overflow-wrap: anywhere;
   font-variant-numeric: tabular-nums; }
 .tile span { font-weight: 500; }
 .tile small { color: var(--soft); }

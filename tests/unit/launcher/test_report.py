@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from slipstream.launcher.charts import BLUE, Series, line_chart
 from slipstream.launcher.intervals import intersection, total_s, union
 from slipstream.launcher.records import read_run
 from slipstream.launcher.report import build_report, write_report
@@ -99,6 +100,39 @@ def test_the_page_is_well_formed_and_loads_nothing(synthetic_run):
     assert "nan" not in re.findall(r'points="[^"]*"', page)
     for text in ("Lag of trained groups", "aged out", "stale KV", "decode-2", "tenalp", "policy lag"):
         assert text in page
+
+
+def test_the_page_says_what_its_figures_are(synthetic_run):
+    page = write_report(synthetic_run).read_text()
+    for text in (
+        "trained tokens/s",
+        "All that the decode workers drew, trained or not",
+        "No variance: all rollouts of the group earned the same",
+        "of the 10 held-out problems, the first by number: 6 wrong before and 2 right before. Not a random sample",
+        "what lies between was not measured",
+    ):
+        assert text in page, text
+
+
+def test_two_evaluations_are_dots_with_their_values_and_no_line():
+    ends = Series("spell", [(0, 0.45), (80, 0.97)], BLUE, marked=True, joined=False)
+    chart = line_chart(
+        [ends], x_label="step", y_label="accuracy", y_range=(0, 1), y_format=lambda y: f"{100 * y:.0f} %"
+    )
+    assert "<polyline" not in chart
+    assert chart.count("<circle") == 2
+    assert ">45 %</text>" in chart
+    assert ">97 %</text>" in chart
+
+
+def test_the_axis_of_the_mismatch_ends_where_rounding_begins(tmp_path, write_lines):
+    steps = [{"kind": "step", "step": n, "time_s": n, "mismatch_kl": 1e-3, "mismatch_numeric": value}
+             for n, value in ((1, 3e-17), (2, 0.0), (3, 2e-11))]  # fmt: skip
+    write_lines(tmp_path / "metrics.jsonl", steps)
+    page = write_report(RunDir(tmp_path)).read_text()
+    assert ">1e-12</text>" in page
+    assert ">1e-13</text>" not in page
+    assert ">1e-17</text>" not in page
 
 
 def test_what_the_model_wrote_is_escaped(synthetic_run, write_lines):
