@@ -50,3 +50,37 @@ def test_generated_and_large_files_are_not_committed():
     names = tracked()
     assert [name for name in names if name.startswith(("services/slipstream/api/", "services/buf/", "runs/"))] == []
     assert [name for name in names if (ROOT / name).stat().st_size > LARGEST_BYTES] == []
+
+
+WALL_CLOCK = re.compile(r"\btime\.time(?:_ns)?\b|\bdatetime\.(?:datetime\.)?(?:now|utcnow|today)\b")
+READS_WALL_CLOCK = {
+    "broadcaster/store.py": "when a version was sealed, for people",
+    "engine/embedded/core.py": "where a busy interval begins; its length is of a steady clock",
+    "engine/embedded/engine.py": "the timeline of busy intervals",
+    "engine/worker/identity.py": "an epoch, compared for equality",
+    "engine/worker/worker.py": "the timeline of busy intervals",
+    "launcher/certs.py": "from when to when a certificate is valid",
+    "launcher/doctor_machine.py": "the check of the clock itself",
+    "launcher/doctor_run.py": "another host's clock, and when a certificate ends",
+    "launcher/rundir.py": "when the launcher's events happened",
+    "orchestrator/__main__.py": "hands the journal and the metrics their clock",
+    "orchestrator/journal.py": "when a record was written",
+    "orchestrator/metrics.py": "when a record was written",
+    "orchestrator/run_state.py": "when the run began",
+    "prefill/servicer.py": "when KV will be freed, for people",
+    "runner/epoch.py": "names a start; never goes back, whatever the clock does",
+    "runner/groups.py": "when a rollout ended",
+    "trainer/loop.py": "when a step began; its length is of a steady clock",
+    "trainer/timeline.py": "where an interval begins; its length is of a steady clock",
+}
+"""Who may read a clock that can be set, and for what. Leases, deadlines, intervals and back-off never."""
+
+
+def test_the_wall_clock_is_read_for_records_alone():
+    services = ROOT / "services" / "slipstream"
+    readers = {
+        str(path.relative_to(services))
+        for path in services.rglob("*.py")
+        if "api" not in path.relative_to(services).parts and WALL_CLOCK.search(path.read_text(encoding="utf-8"))
+    }
+    assert readers <= READS_WALL_CLOCK.keys(), "say here why it is no lease, deadline or interval"

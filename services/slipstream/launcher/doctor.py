@@ -74,6 +74,7 @@ def _checks(config: RunConfig, redis_url: str | None) -> list[Callable[[], Findi
         lambda: of_run.check_directory(directory, name),
         lambda: of_run.check_socket_path(directory, name),
         lambda: of_run.check_disk(config),
+        lambda: of_run.check_tls(config.tls),
     ]
     if redis_url is not None:
         checks.append(lambda: of_run.check_redis(redis_url))

@@ -39,7 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             token_ids = prompt_tokens(request.prompt)
             if len(token_ids) == 1:  # decode computes the last token: there is nothing to hand over
                 return prefill_pb2.PrefillResponse()
-            expires_s = time.time() + self._kv_ttl_s
+            expires_s = time.time() + self._kv_ttl_s  # for people: a timer of the engine frees it
             try:
                 result = await self._engine.prefill(
                     PrefillRequest(request.request_id, token_ids, request.salt, request.capture_routes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from slipstream.api.rollout.v1 import rows_pb2_grpc, session_pb2_grpc
 from slipstream.common.auth import Access
@@ -11,6 +10,7 @@ from slipstream.common.config import ConfigError
 from slipstream.common.runtime import run_service, serve
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import EnvironmentWorker
+from slipstream.runner.epoch import next_epoch
 from slipstream.runner.groups import GroupRunner
 from slipstream.runner.loops import RunnerLoops
 from slipstream.runner.peers import Peers
@@ -24,7 +24,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     """Serve until SIGTERM. `arguments` are our own, for the process that runs environments."""
     if not config.listen.port:
         raise ConfigError("listen.port is required: others fetch rows from this address")
-    epoch = f"{time.time_ns():020d}"
+    epoch = next_epoch(config.run_dir / f"{config.replica or 'runner'}.epoch")
     address = config.listen.address(config.listen.port)
     spool = Spool(config.spool_limit_bytes)
     rollout_log = RolloutLog(

@@ -168,7 +168,7 @@ class TrainingLoop:
     async def _train(self, learner: Learner, plan: batch_pb2.Plan, wait_s: float) -> tuple[_Snapshot, _Step]:
         """Fetch and train one plan; returns the new weights and the report."""
         version = PolicyVersion.from_proto(plan.version)
-        started_s = time.time()
+        started_s, began_s = time.time(), time.monotonic()
         self._status.enter("fetching")
         fetch_started_s = time.monotonic()
         micro_batches, lost = await self._sequences(learner, plan)
@@ -183,7 +183,8 @@ class TrainingLoop:
                 loss_token_count=plan.loss_token_count,
                 trained=version_number(PolicyVersion(version.incarnation, version.step - 1)),
             )
-        finished_s = time.time()
+        step_s = time.monotonic() - began_s
+        finished_s = started_s + step_s
         metrics |= {
             "tokens": float(plan.token_count),
             "sequences": float(sum(map(len, micro_batches))),
@@ -191,7 +192,7 @@ class TrainingLoop:
             "wait_s": wait_s,
             "fetch_s": fetch_s,
             "train_s": time.monotonic() - train_started_s,
-            "step_s": finished_s - started_s,
+            "step_s": step_s,
         }
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.common.config import load_config
+from slipstream.common.config import TlsConfig, load_config
 from slipstream.launcher import doctor_machine as machine
 from slipstream.launcher import doctor_run as of_run
 from slipstream.launcher.cli import main
@@ -48,7 +49,7 @@ def test_the_doctor_finds_this_machine_well_and_prints_one_line_a_check(tmp_path
         main(["doctor", "--launcher.check-memory=false"])
     lines = capsys.readouterr().out.splitlines()
     assert caught.value.code == 0, lines
-    assert len(lines) == 14
+    assert len(lines) == 15
     assert {line.split()[0] for line in lines} <= {"ok", "warn"}
     assert list(tmp_path.iterdir()) == []
 
@@ -62,7 +63,7 @@ def test_one_failed_check_is_exit_code_1(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert caught.value.code == 1
     assert "FAILED  configuration    x.toml: environments.a: cannot import 'nowhere:Thing'" in printed.out
-    assert "of 14 checks FAILED" in printed.err
+    assert "of 15 checks FAILED" in printed.err
 
 
 def test_a_configuration_that_cannot_be_read_is_the_only_finding(tmp_path, monkeypatch, capsys):
@@ -123,6 +124,19 @@ def test_without_user_namespaces_the_jail_fails_and_the_switch_is_named():
         pytest.skip("this machine has no user namespaces to begin with")
     assert forbidden.startswith("FAILED  sandbox jail")
     assert "as root: sysctl -w user.max_user_namespaces=15000" in forbidden
+
+
+def test_without_user_namespaces_the_sandbox_service_ends_with_one_sentence(tmp_path):
+    code = (
+        "import subprocess, sys; done = subprocess.run([sys.executable, '-m', 'slipstream.sandbox', "
+        f"'--log.file={tmp_path}/log'], capture_output=True, text=True); print(done.returncode, done.stderr)"
+    )
+    said = in_user_namespace("echo 0 > /proc/sys/user/max_user_namespaces", code)
+    if said is None:
+        pytest.skip("this machine has no user namespaces to begin with")
+    assert said.startswith("1 ")
+    assert said.strip().count("\n") == 0
+    assert "the jail cannot be made" in said
 
 
 @pytest.mark.parametrize(
@@ -204,3 +218,32 @@ def test_another_hosts_clock(valkey_url):
     assert finding.state == "warn"
     assert "its clock is +90.0" in finding.figure
     assert of_run.check_redis("redis://127.0.0.1:1/0").state == "FAILED"
+
+
+def certificates(directory: Path, name: str) -> TlsConfig:
+    """An authority and a certificate of it that is valid for 30 days, made by openssl."""
+    where = directory / name
+    where.mkdir()
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    for command in (
+        ("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "30", "-subj", f"/CN={name}"),
+        ("req", *curve, "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=service"),
+        ("x509", "-req", "-in", "request.pem", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "cert.pem", "-days", "30"),
+    ):
+        subprocess.run(["openssl", *command], cwd=where, check=True, capture_output=True, timeout=30)
+    return TlsConfig(cert_file=where / "cert.pem", key_file=where / "key.pem", ca_file=where / "ca.pem")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_certificates_that_do_not_fit_or_run_out(tmp_path):
+    assert of_run.check_tls(TlsConfig()).state == "ok"
+    tls, other = certificates(tmp_path, "one"), certificates(tmp_path, "two")
+    day_s, now_s = 86_400, time.time()
+    for days, state in ((0, "ok"), (25, "warn"), (31, "FAILED"), (-2, "FAILED")):
+        assert of_run.check_tls(tls, lambda days=days: now_s + days * day_s).state == state
+    foreign = of_run.check_tls(tls.model_copy(update={"ca_file": other.ca_file}))
+    assert foreign.state == "FAILED"
+    mixed = of_run.check_tls(tls.model_copy(update={"key_file": other.key_file}))
+    assert mixed.figure.startswith("certificate, key and authority do not fit")
+    missing = of_run.check_tls(tls.model_copy(update={"cert_file": tmp_path / "none.pem"}))
+    assert "No such file" in missing.figure

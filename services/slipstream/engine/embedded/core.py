@@ -143,18 +143,18 @@ class EngineCore:
 
     def step(self) -> bool:
         """Admit what fits, compute its prompts, decode one token of every running sample. False: nothing could run."""
-        started_s = time.time()
+        started_s, began_s = time.time(), time.perf_counter()
         self._admit_samples()
         jobs, ready = self._start_requests()
         if jobs:
             self._compute_prompts(jobs)
             self._admit_samples()
-            self.busy_log.add(BusyInterval("prefill", started_s, time.time()))
+            self.busy_log.add(BusyInterval("prefill", started_s, started_s + time.perf_counter() - began_s))
         if self.batch.count == 0:
             return bool(jobs or ready)
-        started_s = time.time()
+        started_s, began_s = time.time(), time.perf_counter()
         self._decode()
-        self.busy_log.add(BusyInterval("decode", started_s, time.time()))
+        self.busy_log.add(BusyInterval("decode", started_s, started_s + time.perf_counter() - began_s))
         return True
 
     def _start_requests(self) -> tuple[list[_PromptJob], int]:

@@ -1,0 +1,25 @@
+"""Names one start of a runner, so that a later start is told from an earlier one, whatever the wall clock does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+DIGITS = 20
+
+
+def next_epoch(file: Path, clock_ns: Callable[[], int] = time.time_ns) -> str:
+    """An epoch above the one in `file`, which then holds it. Epochs order as text.
+
+    The clock alone will not do: a runner that restarts after the clock was set back would take itself for the elder,
+    and be refused until its predecessor's lease ends.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        before = int(file.read_text())
+    except (OSError, ValueError):
+        before = 0
+    epoch = max(clock_ns(), before + 1)
+    file.write_text(f"{epoch}\n")
+    return f"{epoch:0{DIGITS}d}"
