@@ -19,8 +19,8 @@ FORBIDDEN = {
     "an unfinished place": re.compile(r"#\s*(?:TODO|FIXME|XXX)\b|raise NotImplementedError"),
     "the environment, which only common/config.py reads": re.compile(r"\bos\.(?:environ|getenv)\b"),
 }
-# Tests hand environments to child processes; the config module is the reader.
-READS_ENVIRONMENT = ("services/slipstream/common/config.py", "tests/")
+# Tests and load tests hand environments to child processes; the config module is the reader.
+READS_ENVIRONMENT = ("services/slipstream/common/config.py", "tests/", "loadtests/")
 
 
 def tracked():
