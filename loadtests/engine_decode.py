@@ -20,9 +20,9 @@ from slipstream.engine.base import DecodeRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
-from slipstream.models.qwen3_moe.state_dict import to_hf
 
 SIZES = MoeConfig(vocab_size=101)
 PROMPT = list(range(11))

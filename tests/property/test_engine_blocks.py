@@ -15,9 +15,9 @@ from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, PrefillDone
 from slipstream.engine.hashing import block_hashes
+from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
-from slipstream.models.qwen3_moe.state_dict import to_hf
 
 SIZES = MoeConfig(
     vocab_size=11,

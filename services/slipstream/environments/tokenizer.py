@@ -6,6 +6,7 @@ so that a prompt is hardly longer than its task.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -35,16 +36,19 @@ def build_tokenizer() -> Tokenizer:
 class TextCodec:
     """Text to token ids and back, with the tokenizer of a model directory."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_id: int | None = None) -> None:
+        """`end_id` ends an answer; None means the token `<|end|>`."""
         self._tokenizer = tokenizer
-        end_id = tokenizer.token_to_id(END)
+        end_id = tokenizer.token_to_id(END) if end_id is None else end_id
         if end_id is None:
-            raise ValueError(f"the tokenizer has no end token {END!r}")
+            raise ValueError(f"the tokenizer has no end token {END!r}, and config.json no eos_token_id")
         self.end_id: int = end_id
 
     @classmethod
     def load(cls, model_dir: Path) -> TextCodec:
-        return cls(Tokenizer.from_file(str(model_dir / TOKENIZER_FILE)))
+        config = model_dir / "config.json"
+        end_id = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
+        return cls(Tokenizer.from_file(str(model_dir / TOKENIZER_FILE)), end_id)
 
     @property
     def vocab_size(self) -> int:

@@ -1,1 +1,1 @@
-"""Model definitions and state-dict adapters: one folder per architecture, single-device code."""
+"""The architectures that are trained and served, and what each of them gives (`base.py`)."""

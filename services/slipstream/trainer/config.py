@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,14 @@ class ModelConfig(MoeConfig):
 
     vocab_size: int = Field(default=0, ge=0)
     """Rows of the embedding. 0 takes the tokenizer's."""
+
+    extra: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further keys of the `config.json` that an architecture of your own reads."""
+
+    def config_json(self, tokenizer_size: int) -> dict[str, Any]:
+        """What the architecture reads its sizes from."""
+        fields = self.model_dump(exclude={"extra"})
+        return {**MoeConfig(**{**fields, "vocab_size": self.vocab_size or tokenizer_size}).to_hf(), **self.extra}
 
 
 class OptimConfig(BaseConfig):
@@ -131,7 +139,9 @@ class TrainerConfig(ServiceConfig):
     """Environments whose demonstrations the warm-up learns from."""
 
     initial_model: Path | None = None
-    """Model directory to start from (of `slipstream sft`, say) instead of a random start and warm-up."""
+    """Model directory to start from instead of a random start and warm-up: of `slipstream sft`, of an earlier run, or
+    in Hugging Face's form (config.json, tokenizer.json, safetensors). Its sizes count; its context is cut to
+    `model.max_context_tokens`."""
 
     incarnation: int = Field(default=1, ge=1)
     """Counts restores of the trainer in this run, from 1."""

@@ -264,6 +264,6 @@ class TrainingLoop:
 
 def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
     """Write the final weights where a model directory can be made of them."""
-    from slipstream.models.qwen3_moe.state_dict import save_model
+    from slipstream.models.checkpoint import save_model
 
     write_when_room(lambda: save_model(learner.model, config.run_dir / "checkpoints" / "final"), status)

@@ -7,21 +7,24 @@ so that nobody reads half a file.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import structlog
 
+from slipstream.common.config import ConfigError
 from slipstream.common.disk import RETRY_S, full_disk_named, make_directory, replace_file
 from slipstream.common.errors import DiskFull
 from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
-from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.base import Sizes
+from slipstream.models.registry import CONFIG_FILE, read_config, save_sizes, sizes_of
 from slipstream.trainer.config import TrainerConfig
 
 log = structlog.get_logger()
 
 
-def prepare_model_dir_when_room(config: TrainerConfig) -> MoeConfig:
+def prepare_model_dir_when_room(config: TrainerConfig) -> Sizes:
     """The same, however long the disk has no room for it. Nobody can be told but the log: no server runs yet."""
     waiting = False
     while True:
@@ -34,28 +37,45 @@ def prepare_model_dir_when_room(config: TrainerConfig) -> MoeConfig:
         time.sleep(RETRY_S)
 
 
-def prepare_model_dir(config: TrainerConfig) -> MoeConfig:
+def prepare_model_dir(config: TrainerConfig) -> Sizes:
     """Write or copy what can be known without training; returns the model's sizes. A repeat writes the same."""
     target = config.model_dir
     scratch = target / ".new"
     make_directory(scratch)
+    sizes = sizes_at_start(config)
     if config.initial_model is not None:
-        sizes = MoeConfig.load(config.initial_model)
-        replace_file(scratch / TOKENIZER_FILE, (config.initial_model / TOKENIZER_FILE).read_bytes())
+        tokenizer = (config.initial_model / TOKENIZER_FILE).read_bytes()
     else:
-        tokenizer = build_tokenizer()
-        replace_file(scratch / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
-        sizes = MoeConfig(
-            **{**config.model.model_dump(), "vocab_size": config.model.vocab_size or tokenizer.get_vocab_size()}
-        )
-    sizes.save(scratch)
+        tokenizer = build_tokenizer().to_str(pretty=True).encode()
+    replace_file(scratch / TOKENIZER_FILE, tokenizer)
+    save_sizes(sizes, scratch)
     move_into_place(scratch, target)
     return sizes
+
+
+def sizes_at_start(config: TrainerConfig) -> Sizes:
+    """Sizes of the model that training starts from. Raises `ConfigError` for a start that cannot be."""
+    architecture = config.model.architecture
+    if config.initial_model is None:
+        return sizes_of(architecture, config.model.config_json(build_tokenizer().get_vocab_size()))
+    _require(config.initial_model)
+    given = read_config(config.initial_model)
+    context = min(given.get("max_position_embeddings", sys.maxsize), config.model.max_context_tokens)
+    return sizes_of(architecture, {**given, "max_position_embeddings": context})
+
+
+def _require(model_dir: Path) -> None:
+    """Say at once what a model directory lacks."""
+    lacking = [name for name in (CONFIG_FILE, TOKENIZER_FILE) if not (model_dir / name).is_file()]
+    if not any(model_dir.glob("*.safetensors")):
+        lacking.append("model.safetensors")
+    if lacking:
+        raise ConfigError(f"trainer.initial_model: {model_dir} has no {', no '.join(lacking)}")
 
 
 def move_into_place(scratch: Path, target: Path) -> None:
     """Move the files of `scratch` to `target`, `config.json` last: who sees it finds the others."""
     with full_disk_named(target):
-        for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):
+        for file in sorted(scratch.iterdir(), key=lambda file: file.name == CONFIG_FILE):
             os.replace(file, target / file.name)
         scratch.rmdir()

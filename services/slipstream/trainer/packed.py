@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.models.qwen3_moe.model import Documents, MoeModel
+from slipstream.models.base import Model
+from slipstream.models.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,11 @@ class Packed:
             replay_TLK=None if routes is None else torch.from_numpy(np.concatenate(routes)),
         )
 
-    def logits_RV(self, model: MoeModel, *, balance: bool = False) -> Tensor:
+    def logits_RV(self, model: Model, *, balance: bool = False, margins: bool = False) -> Tensor:
         """Logits that predict the targets. The head is applied to those positions alone."""
-        model.routes.begin(replay_TLK=self.replay_TLK, balance=balance)
-        model._skip_lm_head = True  # torchtitan's own switch for callers that apply the head themselves
-        try:
-            hidden_1TD = model(self.tokens_1T, self.documents.positions_1T, self.documents)
-        finally:
-            model._skip_lm_head = False
-        return model.lm_head(hidden_1TD[0].index_select(0, self.source_R))
+        model.routes.begin(replay_TLK=self.replay_TLK, balance=balance, margins=margins)
+        hidden_1TD = model.hidden(self.tokens_1T, self.documents.positions_1T, self.documents)
+        return model.logits(hidden_1TD[0].index_select(0, self.source_R))
 
 
 def target_logps(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from slipstream.common.config import cli
 from slipstream.common.telemetry import setup_logging
-from slipstream.models.qwen3_moe.model import MoeModel
+from slipstream.models.base import Model
 from slipstream.trainer.config import SftConfig, TrainerConfig
 from slipstream.trainer.model_dir import prepare_model_dir_when_room
 from slipstream.trainer.packed import Packed
@@ -62,7 +62,7 @@ class SftProgress:
 
 
 def warm_up(
-    model: MoeModel,
+    model: Model,
     config: SftConfig,
     demonstrations: Demonstrations,
     on_progress: Callable[[SftProgress], None] = lambda progress: None,
@@ -97,7 +97,7 @@ def _fraction_done(config: SftConfig, step: int, decay_start: int, accuracy: flo
     return 0.8 * min(1.0, max(by_accuracy, step / config.max_steps))
 
 
-def _step(model: MoeModel, adamw: torch.optim.Optimizer, batch: Sequence[Example], balance_coefficient: float) -> float:
+def _step(model: Model, adamw: torch.optim.Optimizer, batch: Sequence[Example], balance_coefficient: float) -> float:
     packed = _pack(batch)
     adamw.zero_grad(set_to_none=True)
     loss = F.cross_entropy(packed.logits_RV(model, balance=True), packed.targets_R)
@@ -108,7 +108,7 @@ def _step(model: MoeModel, adamw: torch.optim.Optimizer, batch: Sequence[Example
 
 
 @torch.no_grad()
-def exact_fraction(model: MoeModel, examples: Sequence[Example]) -> float:
+def exact_fraction(model: Model, examples: Sequence[Example]) -> float:
     """Part of the examples that greedy decoding answers exactly.
 
     One pass tells: greedy decoding gives the answer if and only if, after every prefix of the answer, the most likely

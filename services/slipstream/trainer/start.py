@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.base import Model
+from slipstream.models.registry import find_architecture, load_sizes
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import move_into_place
 from slipstream.trainer.room import Stopped, write_when_room
@@ -16,7 +17,6 @@ from slipstream.trainer.status import Status
 from slipstream.trainer.timeline import Timeline
 
 if TYPE_CHECKING:
-    from slipstream.models.qwen3_moe.model import MoeModel
     from slipstream.trainer.sft import SftProgress
     from slipstream.trainer.step import Learner
 
@@ -38,17 +38,18 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
 
 def make_model(
     config: TrainerConfig, on_progress: Callable[[SftProgress], None], status: Status
-) -> tuple[MoeModel, dict[str, float]]:
+) -> tuple[Model, dict[str, float]]:
     """Load or warm up the model, write its weights to the model directory, and return it with its figures."""
-    from slipstream.models.qwen3_moe.model import build_model, init_weights
-    from slipstream.models.qwen3_moe.state_dict import load_model, save_model
+    from slipstream.models.checkpoint import load_model, save_model
 
     figures: dict[str, float] = {}
+    sizes = load_sizes(config.model_dir)
     if config.initial_model is not None:
-        model = load_model(config.initial_model)
+        model = load_model(sizes, config.initial_model)
     else:
-        model = build_model(MoeConfig.load(config.model_dir))
-        init_weights(model, config.seed)
+        architecture = find_architecture(sizes.architecture)
+        model = architecture.build_model(sizes)
+        architecture.init_weights(model, config.seed)
         if config.sft.enabled:
             figures = _warm_up(model, config, on_progress)
     scratch = config.model_dir / ".new"
@@ -66,7 +67,7 @@ def sft_figures(progress: SftProgress) -> dict[str, float]:
     return {"sft_step": float(progress.step), "sft_loss": progress.loss, "sft_accuracy": progress.accuracy}
 
 
-def _warm_up(model: MoeModel, config: TrainerConfig, on_progress: Callable[[SftProgress], None]) -> dict[str, float]:
+def _warm_up(model: Model, config: TrainerConfig, on_progress: Callable[[SftProgress], None]) -> dict[str, float]:
     from slipstream.environments.demonstrations import Demonstrations
     from slipstream.trainer.sft import warm_up
 

@@ -14,12 +14,11 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slipstream.algorithms.losses import LossTerms, clipped_loss, masked_ratio_loss
 from slipstream.algorithms.mismatch import mismatch, pure_tokens
-from slipstream.models.qwen3_moe.model import MoeModel
-from slipstream.models.qwen3_moe.state_dict import to_hf
+from slipstream.models.base import Model
+from slipstream.models.checkpoint import to_hf
 from slipstream.trainer.config import ClippedLossConfig, LossConfig, OptimConfig
 from slipstream.trainer.packed import Packed, target_logps
 from slipstream.trainer.schedule import warmup_then_linear
@@ -38,7 +37,7 @@ class _Tokens:
 class Learner:
     """The model and its optimizer."""
 
-    def __init__(self, model: MoeModel, optim: OptimConfig, loss: LossConfig) -> None:
+    def __init__(self, model: Model, optim: OptimConfig, loss: LossConfig) -> None:
         self.model = model
         self._optim = optim
         self._loss = _loss_function(loss)
@@ -108,34 +107,13 @@ class Learner:
         """
         ids = np.asarray(token_ids, dtype=np.int32)
         packed = Packed.of([ids], [np.arange(1, len(ids))])
-        margins: list[float] = []
-        hooks = [
-            layer.moe.router.register_forward_hook(partial(_record_margin, margins, self.model.sizes.top_k))  # pyright: ignore[reportAttributeAccessIssue]
-            for layer in self.model.layers.values()
-        ]
-        try:
-            logps_R, _ = target_logps(packed.logits_RV(self.model), packed.targets_R)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return logps_R.tolist(), min(margins)
+        logps_R, _ = target_logps(packed.logits_RV(self.model, margins=True), packed.targets_R)
+        return logps_R.tolist(), self.model.routes.margin()
 
     @torch.no_grad()
     def export(self) -> dict[str, NDArray[np.float32]]:
         """Copies of all weights by Hugging Face name: later steps leave them alone."""
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
-
-
-def _record_margin(
-    margins: list[float], top_k: int, _module: object, _args: object, output: tuple[Tensor, ...]
-) -> None:
-    """Forward hook of a router: how far the last chosen expert's score is above the best of the others."""
-    scores = output[2]
-    if scores.shape[-1] > top_k:
-        best = torch.topk(scores, top_k + 1, dim=-1).values
-        margins.append(float((best[..., top_k - 1] - best[..., top_k]).min()))
-    else:
-        margins.append(1.0)
 
 
 def _pack(batch: Sequence[TrainSequence]) -> Packed:

@@ -173,7 +173,7 @@ class Cluster:
         return tokens[len(prompt) :]
 
     async def publish(self, version: PolicyVersion, probe_error: float = 0.0) -> Manifest:
-        from slipstream.models.qwen3_moe.state_dict import to_hf
+        from slipstream.models.checkpoint import to_hf
 
         logprobs = self.logprobs(version, PROBE_TOKENS)
         probe = [float(logprobs[i, token]) + probe_error for i, token in enumerate(PROBE_TOKENS[1:])]

@@ -10,9 +10,9 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import DecodeRequest, KvPayload, PrefillRequest, SampleChunk, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import MoeModel, build_model, init_weights
-from slipstream.models.qwen3_moe.state_dict import to_hf
 
 SIZES = MoeConfig(vocab_size=23, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, expert_dim=16)
 CONFIG = EmbeddedConfig(block_size_tokens=4, block_count=128, max_running_samples=16)

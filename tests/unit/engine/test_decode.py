@@ -10,7 +10,7 @@ import torch
 from slipstream.common.errors import ContextTooLong, EngineFull, InvalidRequest, KvMismatch, KvUnknown, NoWeights
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
-from slipstream.models.qwen3_moe.model import Documents
+from slipstream.models.documents import Documents
 from tests.unit.engine.helpers import (
     CONFIG,
     PROMPT,

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
+from slipstream.models.checkpoint import load_hf, load_model, save_model, to_hf
+from slipstream.models.documents import Documents
 from slipstream.models.qwen3_moe.config import MoeConfig
-from slipstream.models.qwen3_moe.model import Documents, build_model, init_weights
-from slipstream.models.qwen3_moe.state_dict import load_hf, load_model, save_model, to_hf
+from slipstream.models.qwen3_moe.model import build_model, init_weights
+from slipstream.models.registry import load_sizes
 
 SIZES = MoeConfig(vocab_size=23, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, expert_dim=16)
 
@@ -45,7 +47,7 @@ def test_loading_is_in_place_and_a_bad_state_dict_changes_nothing(tmp_path):
         load_hf(built, {**to_hf(model(0)), "lm_head.weight": torch.zeros(3, 3)})
     assert torch.equal(to_hf(built)["model.norm.weight"], to_hf(other)["model.norm.weight"])
     save_model(built, tmp_path)
-    again = load_model(tmp_path)
+    again = load_model(load_sizes(tmp_path), tmp_path)
     assert again.sizes == SIZES
     assert torch.equal(to_hf(again)["lm_head.weight"], to_hf(other)["lm_head.weight"])
 

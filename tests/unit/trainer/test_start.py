@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.environments.config import ExpressionConfig
-from slipstream.models.qwen3_moe.config import MoeConfig
-from slipstream.models.qwen3_moe.state_dict import to_hf
+from slipstream.models.checkpoint import to_hf
 from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
 from slipstream.trainer.model_dir import prepare_model_dir
 from slipstream.trainer.start import Stopped, start
@@ -30,7 +29,7 @@ def test_sizes_and_tokenizer_are_there_before_anything_is_trained(tmp_path):
     assert sizes.vocab_size > 90
     assert sizes.dim == 32
     assert {file.name for file in (tmp_path / "model").iterdir()} == {"config.json", "tokenizer.json"}
-    assert MoeConfig.load(tmp_path / "model") == sizes
+    assert load_sizes(tmp_path / "model") == sizes
 
 
 def test_the_warm_up_leaves_a_model_directory_that_another_run_starts_from(tmp_path):

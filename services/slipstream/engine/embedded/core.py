@@ -35,12 +35,12 @@ from slipstream.engine.embedded.batch import ActiveDecode, RunningBatch, Running
 from slipstream.engine.embedded.blocks import BlockPool
 from slipstream.engine.embedded.busy import BusyLog
 from slipstream.engine.embedded.config import EmbeddedConfig
-from slipstream.engine.embedded.kv import KvPool, PagedAttention
+from slipstream.engine.embedded.kv import KvPool
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, RouteRows, Transfer
 from slipstream.engine.embedded.weights import LiveWeights
 from slipstream.engine.hashing import block_hashes
-from slipstream.models.qwen3_moe.config import MoeConfig
-from slipstream.models.qwen3_moe.model import MoeModel, build_model
+from slipstream.models.base import Model, Sizes
+from slipstream.models.registry import find_architecture
 
 Waiting = PrefillRequest | ActiveDecode
 
@@ -60,14 +60,13 @@ class _PromptJob:
 class EngineCore:
     """Scheduler and executor of one engine."""
 
-    def __init__(self, sizes: MoeConfig, config: EmbeddedConfig) -> None:
+    def __init__(self, sizes: Sizes, config: EmbeddedConfig) -> None:
         self.sizes = sizes
         self.config = config
         self.version: PolicyVersion | None = None
-        self.model: MoeModel = build_model(sizes, PagedAttention.Config()).eval().requires_grad_(False)
-        layers: Any = self.model.layers.values()
-        for index, layer in enumerate(layers):
-            layer.attention.inner_attention.layer = index
+        self.model: Model = find_architecture(sizes.architecture).build_model(sizes)
+        self.model.eval()
+        self.model.requires_grad_(False)
         self.weights = LiveWeights(self.model)
         self.blocks_a_table = -(-sizes.max_context_tokens // config.block_size_tokens)
         self.blocks = BlockPool(config.block_count)
@@ -292,7 +291,7 @@ class EngineCore:
         step = self.kv.decode_step(batch.tables[:n, :blocks], positions_R)
         self.model.routes.begin(capture=True)
         tokens_1R = torch.from_numpy(batch.token[:n].copy()).unsqueeze(0)
-        logits_RV = self.model(tokens_1R, positions_R.unsqueeze(0), step)[0]
+        logits_RV = self.model.logits(self.model.hidden(tokens_1R, positions_R.unsqueeze(0), step)[0])
         self.kv.routes[step.slots_T.numpy()] = self.model.routes.captured().numpy()
         tokens, logprobs = self._sample(logits_RV)
         stopped, ended = batch.accept(tokens, logprobs)
@@ -385,6 +384,6 @@ class EngineCore:
         step = self.kv.prefill_step([self.kv.scratch], [0], [count])
         tokens = torch.tensor([list(token_ids)])
         self.model.routes.begin()
-        logits_TV = self.model(tokens, torch.arange(count).unsqueeze(0), step)[0]
-        logprobs_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
+        hidden_1TD = self.model.hidden(tokens, torch.arange(count).unsqueeze(0), step)
+        logprobs_TV = torch.log_softmax(self.model.logits(hidden_1TD[0, :-1]), dim=-1)
         return logprobs_TV.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1).tolist()

@@ -52,7 +52,7 @@ from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, RouteRows, Transfer
 from slipstream.engine.embedded.routes import RouteStore
-from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.base import Sizes
 
 T = TypeVar("T")
 Reply = tuple["asyncio.Future[Any]", Any, BaseException | None]
@@ -64,7 +64,7 @@ SWITCH_INTERVAL_S = 0.0005
 class EmbeddedEngine:
     """One replica of the model on one thread. See `slipstream.engine.base.Engine`."""
 
-    def __init__(self, sizes: MoeConfig, config: EmbeddedConfig) -> None:
+    def __init__(self, sizes: Sizes, config: EmbeddedConfig) -> None:
         self._core = EngineCore(sizes, config)
         self._config = config
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None]
@@ -82,8 +82,8 @@ class EmbeddedEngine:
             max_running_samples=config.max_running_samples,
             max_waiting_requests=config.max_waiting_requests,
             kv_bytes_per_token=sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * 4,
-            route_row_bytes=sizes.n_layers * sizes.top_k,
-            moe_layers=sizes.n_layers,
+            route_row_bytes=sizes.moe_layers * sizes.top_k,
+            moe_layers=sizes.moe_layers,
             top_k=sizes.top_k,
             vocab_size=sizes.vocab_size,
         )

@@ -1,4 +1,4 @@
-"""The paged KV pool, the expert routes of the same positions, and the model's attention node over them.
+"""The paged KV pool, the expert routes of the same positions, and the engine's context: attention over them.
 
 One tensor holds all KV, `[layers, 2, blocks, block_size, kv_heads, head_dim]`; a *slot* is a position in it,
 `block * block_size + offset`. In every step each layer first writes the keys and values of the new tokens into their
@@ -19,16 +19,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.protocols.module import Module
 
-from slipstream.models.qwen3_moe.config import MoeConfig
-from slipstream.models.qwen3_moe.routing import UNKNOWN_EXPERT
+from slipstream.models.base import Sizes
+from slipstream.models.routing import UNKNOWN_EXPERT
 
 
 class KvPool:
     """KV and routes by slot. `scratch_blocks` extra blocks serve probes."""
 
-    def __init__(self, sizes: MoeConfig, block_count: int, block_size: int, scratch_blocks: int) -> None:
+    def __init__(self, sizes: Sizes, block_count: int, block_size: int, scratch_blocks: int) -> None:
         self.sizes = sizes
         self.block_size = block_size
         self.scratch = list(range(block_count, block_count + scratch_blocks))
@@ -41,7 +40,7 @@ class KvPool:
         self.layer_blocks = [layer.view(2 * total, -1) for layer in self.tensor]
         self.total_blocks = total
         self._buffer = self.layer_blocks[0].new_empty(0, self.layer_blocks[0].shape[1])
-        self.routes = np.full((self.slots, sizes.n_layers, sizes.top_k), UNKNOWN_EXPERT, np.uint8)
+        self.routes = np.full((self.slots, sizes.moe_layers, sizes.top_k), UNKNOWN_EXPERT, np.uint8)
 
     def context_buffer(self, rows: int) -> Tensor:
         """Room for gathered blocks, reused by all layers and steps: fresh memory would be paged in each time."""
@@ -107,7 +106,7 @@ class Spread:
 
 
 class PagedStep:
-    """Where the tokens of one forward pass write and what they read; passed as the model's `attention_masks`."""
+    """Where the tokens of one forward pass write and what they read; the model's context."""
 
     def __init__(self, pool: KvPool, slots_T: Tensor, tables_RM: Tensor, mask: Tensor, spread: Spread | None) -> None:
         self.pool = pool
@@ -141,29 +140,3 @@ class PagedStep:
         out = F.scaled_dot_product_attention(q, k_RGCH, v_RGCH, attn_mask=mask, scale=scale)
         out = out.unflatten(2, (group, spread.queries)).permute(0, 3, 1, 2, 4).flatten(0, 1)
         return out.index_select(0, spread.query_of_token).reshape(q_1TNH.shape)
-
-
-class PagedAttention(Module):
-    """The model's `inner_attention` node in this engine. `layer` is set after the model is built."""
-
-    layer: int
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        """No options."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
-        *,
-        attention_masks: PagedStep,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attention output in the layout of `q_BLNH`, whose batch is 1."""
-        return attention_masks.attend(self.layer, q_BLNH, k_BLNH, v_BLNH, scale)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.models.qwen3_moe.model import MoeModel
-from slipstream.models.qwen3_moe.state_dict import load_hf, to_hf
+from slipstream.models.base import Model
+from slipstream.models.checkpoint import load_hf, to_hf
 
 
 class LiveWeights:
     """The weights an engine computes with, and a second copy to go back to."""
 
-    def __init__(self, model: MoeModel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._parameters = list(model.parameters())
         self._previous = [torch.empty_like(parameter) for parameter in self._parameters]

@@ -19,7 +19,8 @@ from slipstream.common.state import State
 from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.engine.worker.config import WorkerConfig
 from slipstream.engine.worker.worker import Servicer, Worker
-from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.base import Sizes
+from slipstream.models.registry import CONFIG_FILE, load_sizes
 from slipstream.weights.transport import GrpcWeightTransport
 
 log = structlog.get_logger()
@@ -62,12 +63,12 @@ async def run_worker(
         await state.close()
 
 
-async def _model_sizes(config: WorkerConfig) -> MoeConfig:
+async def _model_sizes(config: WorkerConfig) -> Sizes:
     """The model's sizes, as soon as whoever makes the model has written them."""
-    path = config.model_dir / "config.json"
+    path = config.model_dir / CONFIG_FILE
     deadline_s = time.monotonic() + config.model_timeout_s
     while not path.exists():
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{path} did not appear in {config.model_timeout_s:g} s")
         await asyncio.sleep(0.2)
-    return MoeConfig.load(config.model_dir)
+    return load_sizes(config.model_dir)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
-from slipstream.common.disk import make_directory, replace_file
+
+_FIXED: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+}
+"""What other values of a `config.json` mean is not built."""
 
 
 class MoeConfig(BaseConfig):
     """The shape of a Qwen3-MoE model. The defaults are the demo's; `vocab_size` comes from the tokenizer."""
+
+    architecture: str = "qwen3_moe"
+    """A built-in architecture, or the import path of one of your own (docs/your-model.md)."""
 
     vocab_size: int = Field(ge=2)
     """Rows of the embedding and of the output head."""
@@ -51,6 +63,9 @@ class MoeConfig(BaseConfig):
     norm_eps: float = Field(default=1e-6, gt=0.0)
     """Epsilon of every RMS norm."""
 
+    eos_token_id: int | None = Field(default=None, ge=0)
+    """The token that ends an answer; unset means the tokenizer's `<|end|>`."""
+
     @model_validator(mode="after")
     def _check(self) -> MoeConfig:
         if self.n_heads % self.n_kv_heads:
@@ -68,11 +83,16 @@ class MoeConfig(BaseConfig):
         layers = self.n_layers * (attention + experts + 2 * self.dim)
         return layers + (2 * (vocab_size or self.vocab_size) + 1) * self.dim
 
+    @property
+    def moe_layers(self) -> int:
+        """Every layer has experts."""
+        return self.n_layers
+
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` that Hugging Face's Qwen3MoeForCausalLM reads."""
         return {
+            **_FIXED,
             "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
             "vocab_size": self.vocab_size,
             "hidden_size": self.dim,
             "num_hidden_layers": self.n_layers,
@@ -83,24 +103,27 @@ class MoeConfig(BaseConfig):
             "num_experts_per_tok": self.top_k,
             "moe_intermediate_size": self.expert_dim,
             "intermediate_size": self.expert_dim,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
             "rope_theta": self.rope_theta,
             "max_position_embeddings": self.max_context_tokens,
             "rms_norm_eps": self.norm_eps,
             "torch_dtype": "float32",
+            "eos_token_id": self.eos_token_id,
         }
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> MoeConfig:
         """The sizes in a Hugging Face `config.json` of model type `qwen3_moe`."""
-        if config.get("model_type") != "qwen3_moe":
-            raise ValueError(f"model_type is {config.get('model_type')!r}, not 'qwen3_moe'")
+        architecture = config.get("slipstream_architecture", "qwen3_moe")
+        for key, expected in _FIXED.items():
+            if config.get(key, expected) != expected:
+                raise ValueError(f"{key} is {config[key]!r}, and only {expected!r} is built")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_type is {rope['rope_type']!r}, and only 'default' is built")
+        end = config.get("eos_token_id")
         return cls(
+            architecture=architecture,
+            eos_token_id=end[0] if isinstance(end, list) else end,
             vocab_size=config["vocab_size"],
             dim=config["hidden_size"],
             n_layers=config["num_hidden_layers"],
@@ -110,17 +133,7 @@ class MoeConfig(BaseConfig):
             n_experts=config["num_experts"],
             top_k=config["num_experts_per_tok"],
             expert_dim=config["moe_intermediate_size"],
-            rope_theta=config["rope_theta"],
+            rope_theta=config["rope_theta"] if "rope_theta" in config else rope["rope_theta"],
             max_context_tokens=config["max_position_embeddings"],
             norm_eps=config["rms_norm_eps"],
         )
-
-    def save(self, model_dir: Path) -> None:
-        """Write `<model_dir>/config.json`."""
-        make_directory(model_dir)
-        replace_file(model_dir / "config.json", json.dumps(self.to_hf(), indent=2).encode() + b"\n")
-
-    @classmethod
-    def load(cls, model_dir: Path) -> MoeConfig:
-        """Read `<model_dir>/config.json`."""
-        return cls.from_hf(json.loads((model_dir / "config.json").read_text()))

@@ -72,7 +72,10 @@ class PermutingDispatcher(LocalTokenDispatcher):
 
 
 class SplitExperts(GroupedExperts):
-    """SwiGLU experts in the dtype of their weights, in a loop over the rows of each expert."""
+    """Gated experts in the dtype of their weights, in a loop over the rows of each expert."""
+
+    activation = staticmethod(F.silu)
+    """Of the gate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -85,7 +88,7 @@ class SplitExperts(GroupedExperts):
         splits = x_RD.split(num_tokens_per_expert_E.tolist())
         return torch.cat(
             [
-                F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+                F.linear(self.activation(F.linear(x, w1)) * F.linear(x, w3), w2)
                 for x, (w1, w2, w3) in zip(splits, weights, strict=True)
             ]
         )

@@ -1,13 +1,13 @@
 """Qwen3-MoE as torchtitan's module tree (`torchtitan.models.qwen3`), with nodes of our own where a CPU asks for them.
 
-    model = build_model(config)                     # trainer: attention within packed documents
+    model = build_model(config)
     init_weights(model, seed=0)
     documents = Documents.of_lengths([12, 17])      # 29 tokens laid end to end
-    logits_1TV = model(tokens_1T, documents.positions_1T, documents)
+    hidden_1TD = model.hidden(tokens_1T, documents.positions_1T, documents)
+    logits_TV = model.logits(hidden_1TD[0])
 
-The forward pass is torchtitan's: `model(tokens, positions, attention_masks)`. `attention_masks` goes unread to the
-`inner_attention` node, so its type is that node's: `Documents` here (or None for a right-padded batch `[B, L]`), the
-embedded engine's paged context there. `model.routes` (see `routing.py`) captures, replays and balances routes.
+`attention_masks` goes unread to the `ContextAttention` nodes: it is a `Context` (`models/base.py`), or None for a
+right-padded batch `[B, L]`. `model.routes` (see `models/routing.py`) captures, replays and balances routes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
 from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_moe_layers  # noqa: E402
-from torchtitan.protocols.module import Module  # noqa: E402
 
+from slipstream.models.attention import ContextAttention  # noqa: E402
 from slipstream.models.qwen3_moe.config import MoeConfig  # noqa: E402
-from slipstream.models.qwen3_moe.documents import DocumentAttention, Documents  # noqa: E402
 from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts  # noqa: E402
-from slipstream.models.qwen3_moe.routing import ReplayRouter, Routes  # noqa: E402
-
-__all__ = ["Documents", "MoeModel", "Rope", "Routes", "build_model", "init_weights"]
+from slipstream.models.qwen3_moe.router import ReplayRouter  # noqa: E402
+from slipstream.models.routing import Routes  # noqa: E402
 
 
 class Rope(CosSinRoPE):
@@ -64,9 +62,48 @@ class MoeModel(Qwen3Model):
             h = layer(h, attention_masks, positions)
         return h
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head."""
+        return self.lm_head(self.norm(hidden))
 
-def build_model(config: MoeConfig, attention: Module.Config | None = None) -> MoeModel:
-    """The model, float32, weights not initialised. `attention` replaces the trainer's attention node."""
+    def hf_views(self) -> dict[str, Tensor]:
+        """The live parameters by Hugging Face name.
+
+        The fused query-key-value weight is stored by key-value head (`[kv heads, query heads a group + 2, head size,
+        D]`) and experts are stacked; both are shown as the slices that Hugging Face names, query, key and value 4-D.
+        """
+        views = {"model.embed_tokens.weight": self.tok_embeddings.weight}
+        for index, block in enumerate(self.layers.values()):
+            layer: Any = block
+            prefix = f"model.layers.{index}"
+            attention = layer.attention
+            qkv = attention.qkv_linear
+            fused = qkv.wqkv.weight.view(-1, qkv.r_dim, qkv.head_dim, self.sizes.dim)
+            views |= {
+                f"{prefix}.self_attn.q_proj.weight": fused[:, : qkv.heads_per_kv],
+                f"{prefix}.self_attn.k_proj.weight": fused[:, qkv.heads_per_kv : qkv.heads_per_kv + 1],
+                f"{prefix}.self_attn.v_proj.weight": fused[:, qkv.heads_per_kv + 1 :],
+                f"{prefix}.self_attn.o_proj.weight": attention.wo.weight,
+                f"{prefix}.self_attn.q_norm.weight": attention.q_norm.weight,
+                f"{prefix}.self_attn.k_norm.weight": attention.k_norm.weight,
+                f"{prefix}.input_layernorm.weight": layer.attention_norm.weight,
+                f"{prefix}.post_attention_layernorm.weight": layer.ffn_norm.weight,
+                f"{prefix}.mlp.gate.weight": layer.moe.router.gate.weight,
+            }
+            experts = layer.moe.routed_experts.inner_experts
+            stacked = zip(experts.w1_EFD.unbind(0), experts.w3_EFD.unbind(0), experts.w2_EDF.unbind(0), strict=True)
+            for expert, (gate, up, down) in enumerate(stacked):
+                views |= {
+                    f"{prefix}.mlp.experts.{expert}.gate_proj.weight": gate,
+                    f"{prefix}.mlp.experts.{expert}.up_proj.weight": up,
+                    f"{prefix}.mlp.experts.{expert}.down_proj.weight": down,
+                }
+        views |= {"model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        return {name: view.detach() for name, view in views.items()}
+
+
+def build_model(config: MoeConfig) -> MoeModel:
+    """The model, float32, weights not initialised."""
     layers = _build_qwen3_moe_layers(
         n_layers=config.n_layers,
         dim=config.dim,
@@ -81,7 +118,7 @@ def build_model(config: MoeConfig, attention: Module.Config | None = None) -> Mo
         rope=Rope.Config(dim=config.head_dim, max_seq_len=config.max_context_tokens, theta=config.rope_theta),
     )
     for layer in layers:
-        _replace_nodes(layer, config, attention or DocumentAttention.Config())
+        _replace_nodes(layer, config)
     model = MoeModel(
         Qwen3Model.Config(
             vocab_size=config.vocab_size,
@@ -94,15 +131,16 @@ def build_model(config: MoeConfig, attention: Module.Config | None = None) -> Mo
     )
     model.sizes = config
     model.routes = Routes(config.n_layers, config.top_k)
-    for index, layer in enumerate(model.layers.values()):
-        router: Any = layer.moe.router  # pyright: ignore[reportAttributeAccessIssue]
-        router.routes, router.layer = model.routes, index
+    for index, block in enumerate(model.layers.values()):
+        layer: Any = block
+        layer.attention.inner_attention.layer = layer.moe.router.layer = index
+        layer.moe.router.routes = model.routes
     return model
 
 
-def _replace_nodes(layer: Any, config: MoeConfig, attention: Module.Config) -> None:
+def _replace_nodes(layer: Any, config: MoeConfig) -> None:
     """Put our attention, router and expert nodes into one block's config."""
-    layer.attention.inner_attention = attention
+    layer.attention.inner_attention = ContextAttention.Config()
     for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
         norm.eps = config.norm_eps
     layer.moe.load_balance_coeff = None  # a balance loss instead of torchtitan's expert bias

@@ -1,4 +1,4 @@
-"""Packed documents and the trainer's attention node.
+"""Packed documents: the trainer's context.
 
 `Documents` describes sequences laid end to end in one row of tokens `[1, T]`: every layer but attention then works on
 real tokens alone, and attention spreads them into a padded batch, where each document sees itself only.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.protocols.module import Module
+
+from slipstream.models.attention import causal
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Documents:
             padding_slots=(~real_BL).reshape(-1).nonzero().squeeze(1),
         )
 
+    def attend(self, layer: int, q_1TNH: Tensor, k_1TGH: Tensor, v_1TGH: Tensor, scale: float | None) -> Tensor:
+        """Causal attention within each document; all layers alike."""
+        q, k, v = (_Spread.apply(x[0], self).view(*self.shape, *x.shape[2:]) for x in (q_1TNH, k_1TGH, v_1TGH))
+        out = causal(q, k, v, scale)
+        return _Collect.apply(out.flatten(0, 1), self).unsqueeze(0)
+
 
 class _Spread(torch.autograd.Function):
     """Packed rows into padded slots. Padding takes copies of token 0, whose gradient must not count them."""
@@ -82,46 +88,3 @@ class _Collect(torch.autograd.Function):
         grad_slots = grads[0].index_select(0, ctx.documents.token_of_slot)
         grad_slots[ctx.documents.padding_slots] = 0.0
         return grad_slots, None
-
-
-class DocumentAttention(Module):
-    """Causal attention within each document: `[1, T]` with `Documents`, or a plain padded batch `[B, L]` without.
-
-    In a plain batch padding must be on the right, where causality hides it.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        """No options."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
-        *,
-        attention_masks: Documents | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attention output in the layout of `q_BLNH`."""
-        if attention_masks is None:
-            return _causal(q_BLNH, k_BLNH, v_BLNH, scale)
-        documents = attention_masks
-        q, k, v = (
-            _Spread.apply(x[0], documents).view(*documents.shape, *x.shape[2:]) for x in (q_BLNH, k_BLNH, v_BLNH)
-        )
-        out = _causal(q, k, v, scale)
-        return _Collect.apply(out.flatten(0, 1), documents).unsqueeze(0)
-
-
-def _causal(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, scale: float | None) -> Tensor:
-    """Causal attention; key and value heads are repeated for the query heads that share them."""
-    repeats = q_BLNH.shape[2] // k_BLNH.shape[2]
-    if repeats > 1:
-        k_BLNH, v_BLNH = k_BLNH.repeat_interleave(repeats, 2), v_BLNH.repeat_interleave(repeats, 2)
-    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""The router node: chooses experts, records its choices, or replays choices recorded elsewhere.
+"""Which experts tokens take: chosen from scores, recorded, or replayed as recorded elsewhere.
 
-Every model has one `Routes` object, `model.routes`, shared by the router nodes of all layers. Set it up before a
+Every model has one `Routes` object, `model.routes`, which the router nodes of all layers ask. Set it up before a
 forward pass and read it afterwards:
 
     model.routes.begin(capture=True)                      # engine: record the chosen experts
@@ -20,12 +20,8 @@ T = tokens, L = MoE layers, K = experts a token, E = experts, D = width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 UNKNOWN_EXPERT = 255
 
@@ -44,16 +40,19 @@ class Routes:
         replay_TLK: Tensor | None = None,
         capture: bool = False,
         balance: bool = False,
+        margins: bool = False,
         token_mask_T: Tensor | None = None,
     ) -> None:
         """Say what the next forward pass does. `token_mask_T` (bool) leaves padding out of the balance loss."""
         self.capture = capture
         self.balance = balance
+        self.margins = margins
         self.token_mask_T = token_mask_T
         self.replay_LTK: Tensor | None = None
         self.known_LT1: Tensor | None = None
         self._chosen: list[Tensor] = []
         self._balance_terms: list[Tensor] = []
+        self._margins: list[float] = []
         if replay_TLK is not None:
             replay_LTK = replay_TLK.permute(1, 0, 2).to(torch.int64)
             known_LT1 = (replay_LTK != UNKNOWN_EXPERT).all(-1, keepdim=True)
@@ -73,6 +72,9 @@ class Routes:
             self._chosen.append(ids_TK)
         if self.balance:
             self._balance_terms.append(self._balance_term(scores_TE, ids_TK))
+        if self.margins and scores_TE.shape[-1] > self.top_k:
+            best_TK = torch.topk(scores_TE, self.top_k + 1, dim=-1).values
+            self._margins.append(float((best_TK[:, -2] - best_TK[:, -1]).min()))
         return ids_TK
 
     def captured(self) -> Tensor:
@@ -83,28 +85,13 @@ class Routes:
         """Switch-style load-balance loss, the mean over layers: 1 when experts are used evenly, up to E / K."""
         return torch.stack(self._balance_terms).mean()
 
+    def margin(self) -> float:
+        """The least by which the last expert chosen was ahead of the best of the others; 1 if there were none."""
+        return min(self._margins, default=1.0)
+
     def _balance_term(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         expert_count = scores_TE.shape[-1]
         if self.token_mask_T is not None:
             scores_TE, ids_TK = scores_TE[self.token_mask_T], ids_TK[self.token_mask_T]
         share_E = torch.bincount(ids_TK.reshape(-1), minlength=expert_count) / ids_TK.numel()
         return expert_count * (share_E * scores_TE.mean(0)).sum()
-
-
-class ReplayRouter(TokenChoiceTopKRouter):
-    """torchtitan's softmax top-k router, with `Routes` making the choice."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TokenChoiceTopKRouter.Config):
-        """Same fields as torchtitan's router."""
-
-    routes: Routes
-    layer: int
-
-    def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate weights `[B, L, K]`, expert ids `[B, L, K]` and all scores `[B, L, E]`."""
-        scores_BLE = F.softmax(self.gate(x_BLD), dim=-1)
-        ids_TK = self.routes.choose(self.layer, scores_BLE.flatten(0, 1))
-        ids_BLK = ids_TK.view(*x_BLD.shape[:2], -1)
-        weights_BLK = scores_BLE.gather(-1, ids_BLK)
-        return weights_BLK / weights_BLK.sum(-1, keepdim=True), ids_BLK, scores_BLE

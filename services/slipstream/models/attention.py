@@ -1,0 +1,55 @@
+"""The attention node of every model: it leaves to the context who sees whom.
+
+T = tokens, B = sequences, L = padded length, N = query heads, G = key and value heads, H = head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.protocols.module import Module
+
+from slipstream.models.base import Context
+
+
+class ContextAttention(Module):
+    """torchtitan's `inner_attention`, whose `attention_masks` is a `Context`, or None for a plain batch `[B, L]`.
+
+    In a plain batch padding must be on the right, where causality hides it.
+    """
+
+    layer: int
+    """Its place among the attention layers, from 0; set by whoever builds the model."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """No options."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLGH: Tensor,
+        v_BLGH: Tensor,
+        *,
+        attention_masks: Context | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention output in the layout of `q_BLNH`."""
+        if attention_masks is None:
+            return causal(q_BLNH, k_BLGH, v_BLGH, scale)
+        return attention_masks.attend(self.layer, q_BLNH, k_BLGH, v_BLGH, scale)
+
+
+def causal(q_BLNH: Tensor, k_BLGH: Tensor, v_BLGH: Tensor, scale: float | None) -> Tensor:
+    """Causal attention; key and value heads are repeated for the query heads that share them."""
+    repeats = q_BLNH.shape[2] // k_BLGH.shape[2]
+    if repeats > 1:
+        k_BLGH, v_BLGH = k_BLGH.repeat_interleave(repeats, 2), v_BLGH.repeat_interleave(repeats, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLGH, v_BLGH))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
