@@ -75,8 +75,11 @@ class Model(Protocol):
     @property
     def routes(self) -> Routes: ...
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention_masks: Any) -> Tensor:
-        """The last block's output `[1, T, D]` for tokens and positions `[1, T]`; each layer asks the context."""
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Context | None = None) -> Tensor:
+        """The last block's output `[1, T, D]` for tokens and positions `[1, T]`; each layer asks the context.
+
+        Without positions and context: of one plain sequence.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -91,6 +94,8 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def eval(self) -> Any: ...
 

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from slipstream.common.config import ConfigError
 from slipstream.common.disk import make_directory, replace_file
 from slipstream.models.base import Architecture, Sizes
@@ -43,6 +45,10 @@ def sizes_of(architecture: str, config: dict[str, Any]) -> Sizes:
         return find_architecture(architecture).read_sizes({**config, ARCHITECTURE_KEY: architecture})
     except KeyError as error:
         raise ConfigError(f"{CONFIG_FILE} lacks {error.args[0]!r}") from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise ConfigError(f"{CONFIG_FILE}: {where}: {problem['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise ConfigError(f"{CONFIG_FILE}: {error}") from None
 

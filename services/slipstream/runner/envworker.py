@@ -25,7 +25,7 @@ from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.base import Completion, Environment
 from slipstream.environments.registry import build_environments
-from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec
+from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import MAX_LINE_BYTES
@@ -88,10 +88,10 @@ class EnvironmentHost:
         return {"scores": scores, "sandbox_executions": tools.sandbox_executions}
 
     async def _load_codec(self) -> TextCodec:
-        """The run's tokenizer; the trainer may still be writing it when the first group comes."""
+        """The run's tokenizer. The trainer may still write it when the first group comes; `config.json` is last."""
         if self._codec is None:
             async with asyncio.timeout(TOKENIZER_WAIT_S):
-                while not (self._config.model_dir / TOKENIZER_FILE).exists():  # noqa: ASYNC110 another process writes it
+                while not (self._config.model_dir / "config.json").exists():  # noqa: ASYNC110 another process writes it
                     await asyncio.sleep(TOKENIZER_POLL_S)
             self._codec = TextCodec.load(self._config.model_dir)
         return self._codec

@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
+from slipstream.common.disk import replace_file
 from slipstream.common.errors import (
     BroadcastStoreFull,
     DeadlineExceeded,
@@ -26,6 +27,7 @@ from slipstream.common.errors import (
     from_rpc_error,
 )
 from slipstream.common.version import PolicyVersion
+from slipstream.environments.tokenizer import TOKENIZER_FILE
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.room import write_when_room
@@ -263,7 +265,14 @@ class TrainingLoop:
 
 
 def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
-    """Write the final weights where a model directory can be made of them."""
+    """Write the final weights as a model directory that another run can start from."""
     from slipstream.models.checkpoint import save_model
 
-    write_when_room(lambda: save_model(learner.model, config.run_dir / "checkpoints" / "final"), status)
+    final = config.run_dir / "checkpoints" / "final"
+
+    def save() -> None:
+        save_model(learner.model, final)
+        if (config.model_dir / TOKENIZER_FILE).exists():
+            replace_file(final / TOKENIZER_FILE, (config.model_dir / TOKENIZER_FILE).read_bytes())
+
+    write_when_room(save, status)

@@ -218,6 +218,7 @@ class World:
             self.router.pools[pool].append(routing_pb2.WorkerRef(replica=name, address=worker.address, epoch="e"))
         (tmp_path / "model").mkdir()
         build_tokenizer().save(str(tmp_path / "model" / TOKENIZER_FILE))
+        (tmp_path / "model" / "config.json").write_text("{}")
         config = self._make_config(
             RunnerConfig,
             replica="runner-1",

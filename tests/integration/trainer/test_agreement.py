@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
+from doc_blocks import files_of
 
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import DecodeRequest, PrefillRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.models.qwen3_moe.config import MoeConfig
-from slipstream.models.qwen3_moe.model import build_model, init_weights
+from slipstream.models.registry import find_architecture
 from slipstream.trainer.config import MaskedRatioLossConfig, OptimConfig
 from slipstream.trainer.sequence import UNKNOWN_ROUTE, TrainSequence, version_number
 from slipstream.trainer.step import Learner
 
 SIZES = MoeConfig(vocab_size=60)
+ELSEWHERE = "gelu_moe"
 SAMPLES, NEW_TOKENS = 4, 10
 TOLERANCE = 1e-4
 
@@ -33,10 +36,25 @@ class Pools:
             await engine.update(version, learner.export(), lambda paused: None)
 
 
+@pytest.fixture(params=["qwen3_moe", ELSEWHERE])
+def sizes(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MoeConfig:
+    """Of the built-in architecture, and of the one that the documents plug in from outside the package."""
+    (tmp_path / f"{ELSEWHERE}.py").write_text(files_of("docs/your-model.md")[f"{ELSEWHERE}.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    return SIZES.model_copy(update={"architecture": request.param})
+
+
+def learner_of(sizes: MoeConfig, optim: OptimConfig) -> Learner:
+    architecture = find_architecture(sizes.architecture)
+    model = architecture.build_model(sizes)
+    architecture.init_weights(model, 0)
+    return Learner(model, optim, MaskedRatioLossConfig())
+
+
 @pytest.fixture
-async def pools() -> AsyncIterator[Pools]:
+async def pools(sizes: MoeConfig) -> AsyncIterator[Pools]:
     config = EmbeddedConfig(block_count=256, max_running_samples=32)
-    pools = Pools(EmbeddedEngine(SIZES, config), EmbeddedEngine(SIZES, config))
+    pools = Pools(EmbeddedEngine(sizes, config), EmbeddedEngine(sizes, config))
     for engine in (pools.prefill, pools.decode):
         await engine.start()
     yield pools
@@ -82,11 +100,9 @@ async def rollouts(pools: Pools, request_id: str, prompt: list[int], salt: str) 
     return sequences
 
 
-async def test_engine_and_trainer_agree_on_pure_tokens_at_every_version(pools):
+async def test_engine_and_trainer_agree_on_pure_tokens_at_every_version(pools, sizes):
     rng = np.random.default_rng(0)
-    model = build_model(SIZES)
-    init_weights(model, 0)
-    learner = Learner(model, OptimConfig(lr=3e-3), MaskedRatioLossConfig())
+    learner = learner_of(sizes, OptimConfig(lr=3e-3))
     prompts = [rng.integers(0, SIZES.vocab_size, length).tolist() for length in (5, 11, 18)]
     prompts.append([*prompts[2][:16], 1, 2, 3])  # its first two blocks are in the prefix cache
     for step in range(3):
@@ -103,10 +119,8 @@ async def test_engine_and_trainer_agree_on_pure_tokens_at_every_version(pools):
         assert metrics["mismatch_kl"] == metrics["mismatch_numeric"] < 1e-9
 
 
-async def test_a_stale_prefix_is_told_from_a_pure_one(pools):
-    model = build_model(SIZES)
-    init_weights(model, 0)
-    learner = Learner(model, OptimConfig(lr=3e-2, warmup_steps=0), MaskedRatioLossConfig())
+async def test_a_stale_prefix_is_told_from_a_pure_one(pools, sizes):
+    learner = learner_of(sizes, OptimConfig(lr=3e-2, warmup_steps=0))
     await pools.update(PolicyVersion(1, 0), learner)
     prompt = list(range(1, 19))
     before = await rollouts(pools, "a", prompt, salt="same")

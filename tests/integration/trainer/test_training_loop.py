@@ -304,7 +304,8 @@ async def test_the_weights_published_are_those_of_the_model(tmp_path, torch_thre
     probe = world.broadcaster.probes[0]
     with torch.no_grad():
         learner.model.routes.begin()
-        logp = torch.log_softmax(learner.model(torch.tensor([list(probe.token_ids[:-1])])), -1)[0]
+        hidden = learner.model.hidden(torch.tensor([list(probe.token_ids[:-1])]))
+        logp = torch.log_softmax(learner.model.logits(hidden), -1)[0]
     expected = logp[torch.arange(len(probe.token_ids) - 1), torch.tensor(probe.token_ids[1:])]
     assert list(probe.logprobs) == pytest.approx(expected.tolist(), abs=1e-5)
 

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from slipstream.environments.config import ExpressionConfig
 from slipstream.models.checkpoint import to_hf
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.registry import load_sizes
 from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
 from slipstream.trainer.model_dir import prepare_model_dir
 from slipstream.trainer.start import Stopped, start
@@ -27,6 +29,7 @@ def config(run_dir, **fields) -> TrainerConfig:
 def test_sizes_and_tokenizer_are_there_before_anything_is_trained(tmp_path):
     sizes = prepare_model_dir(config(tmp_path))
     assert sizes.vocab_size > 90
+    assert isinstance(sizes, MoeConfig)
     assert sizes.dim == 32
     assert {file.name for file in (tmp_path / "model").iterdir()} == {"config.json", "tokenizer.json"}
     assert load_sizes(tmp_path / "model") == sizes

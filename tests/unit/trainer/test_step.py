@@ -54,7 +54,7 @@ def test_engine_and_trainer_agree_where_the_context_is_pure():
         plain = sequence(3, length=12)
         tokens = torch.from_numpy(plain.token_ids.astype(np.int64)).unsqueeze(0)
         agent.model.routes.begin(capture=True)
-        logp = torch.log_softmax(agent.model(tokens[:, :-1]), -1)[0]
+        logp = torch.log_softmax(agent.model.logits(agent.model.hidden(tokens[:, :-1])), -1)[0]
         routes = agent.model.routes.captured().numpy()
     engine = logp[torch.arange(4, 11), tokens[0, 5:]].numpy()
     exact = sequence(3, length=12, routes=routes)
@@ -94,7 +94,7 @@ def test_the_probe_reports_log_probabilities_and_a_margin():
     logps, margin = agent.probe(ids)
     with torch.no_grad():
         agent.model.routes.begin()
-        logp = torch.log_softmax(agent.model(torch.tensor([ids[:-1]])), -1)[0]
+        logp = torch.log_softmax(agent.model.logits(agent.model.hidden(torch.tensor([ids[:-1]]))), -1)[0]
     assert logps == pytest.approx(logp[torch.arange(4), torch.tensor(ids[1:])].tolist(), abs=1e-5)
     assert 0.0 <= margin < 1.0
 

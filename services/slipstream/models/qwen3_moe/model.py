@@ -30,6 +30,7 @@ from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_moe_layers  # noqa: E402
 
 from slipstream.models.attention import ContextAttention  # noqa: E402
+from slipstream.models.base import Context  # noqa: E402
 from slipstream.models.qwen3_moe.config import MoeConfig  # noqa: E402
 from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts  # noqa: E402
 from slipstream.models.qwen3_moe.router import ReplayRouter  # noqa: E402
@@ -55,7 +56,7 @@ class MoeModel(Qwen3Model):
     routes: Routes
     sizes: MoeConfig
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention_masks: Any) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Context | None = None) -> Tensor:
         """The last block's output: the forward pass without final norm and head."""
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
