@@ -10,43 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.common.config import ConfigError
-from slipstream.common.config_errors import Origins, located, suggest
+from slipstream.common.config_errors import Origins, located
 from slipstream.environments.config import ImportedConfig
-from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
+from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
-from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.base import Sizes
+from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.model_dir import sizes_at_start
 
-WEIGHTS_FILE = "model.safetensors"
 PROBE_TIMEOUT_S = 120.0
 
 
 def preflight(config: RunConfig, origins: Origins) -> None:
     """Raise `ConfigError` for the first thing that is not what it should be."""
     trainer: Any = config.section("trainer")
-    sizes: MoeConfig = config.model
-    if trainer.initial_model is not None:
-        sizes = initial_model(trainer.initial_model, origins.located("trainer.initial_model"))
-    else:
+    start = TrainerConfig(model=config.model, initial_model=trainer.initial_model)
+    if trainer.initial_model is None:
         _vocabulary(config.model.vocab_size, origins)
+    sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
     _bubblewrap(config, origins)
     _environments(config, origins, sizes, trainer.initial_model)
-
-
-def initial_model(path: Path, where: str = "trainer.initial_model") -> MoeConfig:
-    """The sizes of a model directory. Raises `ConfigError` where it is none."""
-    where = f"{where} {str(path)!r}"
-    if not path.is_dir():
-        raise ConfigError(f"{where} is no directory; it must be the model/ of a run, or of `slipstream sft`")
-    for name in ("config.json", TOKENIZER_FILE, WEIGHTS_FILE):
-        if not (path / name).is_file():
-            below = [str(file.parent) for file in sorted(path.glob("*/" + name))]
-            raise ConfigError(f"{where} has no {name}{suggest(below)}")
-    try:
-        return MoeConfig.load(path)
-    except KeyError as error:
-        raise ConfigError(f"{where}: config.json has no {error}") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{where}: config.json cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def _vocabulary(vocab_size: int, origins: Origins) -> None:
@@ -62,7 +45,7 @@ def _bubblewrap(config: RunConfig, origins: Origins) -> None:
         raise ConfigError(f"{origins.located('sandbox.bwrap')} {str(program)!r} is no program that can run")
 
 
-def _environments(config: RunConfig, origins: Origins, sizes: MoeConfig, model: Path | None) -> None:
+def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:
     """Build every environment in another process: a third party's code may do anything, or never come back."""
     asked = {
         "environments": [environment.model_dump(mode="json") for environment in config.environments],

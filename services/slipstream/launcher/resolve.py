@@ -15,9 +15,6 @@ from slipstream.launcher.config import FILLED, REPLICATED, SERVICES, RunConfig
 from slipstream.launcher.ports import LOOPBACK, port_of
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
-from slipstream.models.registry import BUILT_IN
-from slipstream.trainer.config import TrainerConfig
-from slipstream.trainer.model_dir import sizes_at_start
 
 MAX_DRAIN_S = 5.0
 DRAIN_FRACTION = 0.25
@@ -55,11 +52,7 @@ def check(config: RunConfig, origins: Origins | None = None) -> None:
     origins = origins or Origins()
     check_combinations(config, origins)
     endpoints = {replica: f"{LOOPBACK}:{port}" for port, replica in enumerate(replicas_of(config), start=1)}
-    url = "redis://localhost"
-    trainer = resolve(config, RunDir(Path(config.run.name)), endpoints, redis_url=url, origins=origins)["trainer"]
-    assert isinstance(trainer, TrainerConfig)
-    if trainer.initial_model is not None or trainer.model.architecture not in BUILT_IN:
-        sizes_at_start(trainer)
+    resolve(config, RunDir(Path(config.run.name)), endpoints, redis_url="redis://localhost", origins=origins)
 
 
 def _resolve_one(

@@ -44,13 +44,13 @@ def sizes_of(architecture: str, config: dict[str, Any]) -> Sizes:
     try:
         return find_architecture(architecture).read_sizes({**config, ARCHITECTURE_KEY: architecture})
     except KeyError as error:
-        raise ConfigError(f"{CONFIG_FILE} lacks {error.args[0]!r}") from None
+        raise ConfigError(f"{CONFIG_FILE} has no {error.args[0]!r}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
         raise ConfigError(f"{CONFIG_FILE}: {where}: {problem['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
-        raise ConfigError(f"{CONFIG_FILE}: {error}") from None
+        raise ConfigError(f"{CONFIG_FILE} cannot be used: {error}") from None
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from slipstream.common.config import ConfigError
+from slipstream.common.config_errors import suggest
 from slipstream.common.disk import RETRY_S, full_disk_named, make_directory, replace_file
 from slipstream.common.errors import DiskFull
 from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
@@ -53,24 +54,31 @@ def prepare_model_dir(config: TrainerConfig) -> Sizes:
     return sizes
 
 
-def sizes_at_start(config: TrainerConfig) -> Sizes:
-    """Sizes of the model that training starts from. Raises `ConfigError` for a start that cannot be."""
+def sizes_at_start(config: TrainerConfig, where: str = "trainer.initial_model") -> Sizes:
+    """Sizes of the model that training starts from. Raises `ConfigError` for a start that cannot be, named `where`."""
     architecture = config.model.architecture
     if config.initial_model is None:
         return sizes_of(architecture, config.model.config_json(build_tokenizer().get_vocab_size()))
-    _require(config.initial_model)
+    where = f"{where} {str(config.initial_model)!r}"
+    _require(config.initial_model, where)
     given = read_config(config.initial_model)
     context = min(given.get("max_position_embeddings", sys.maxsize), config.model.max_context_tokens)
-    return sizes_of(architecture, {**given, "max_position_embeddings": context})
+    try:
+        return sizes_of(architecture, {**given, "max_position_embeddings": context})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
-def _require(model_dir: Path) -> None:
+def _require(model_dir: Path, where: str) -> None:
     """Say at once what a model directory lacks."""
-    lacking = [name for name in (CONFIG_FILE, TOKENIZER_FILE) if not (model_dir / name).is_file()]
-    if not any(model_dir.glob("*.safetensors")):
-        lacking.append("model.safetensors")
-    if lacking:
-        raise ConfigError(f"trainer.initial_model: {model_dir} has no {', no '.join(lacking)}")
+    if not model_dir.is_dir():
+        raise ConfigError(
+            f"{where} is no directory; it must be the model/ of a run, or hold a model in Hugging Face's form"
+        )
+    for pattern in (CONFIG_FILE, TOKENIZER_FILE, "*.safetensors"):
+        if not any(model_dir.glob(pattern)):
+            below = [str(file.parent) for file in sorted(model_dir.glob(f"*/{pattern}"))]
+            raise ConfigError(f"{where} has no {pattern}{suggest(below)}")
 
 
 def move_into_place(scratch: Path, target: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_missing_key_is_named(tmp_path):
     from_elsewhere(tmp_path / "hf")
     kept = {key: value for key, value in read_config(tmp_path / "hf").items() if key != "head_dim"}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(kept))
-    with pytest.raises(ConfigError, match="lacks 'head_dim'"):
+    with pytest.raises(ConfigError, match="has no 'head_dim'"):
         sizes_at_start(config(tmp_path / "run", initial_model=tmp_path / "hf"))
 
 
