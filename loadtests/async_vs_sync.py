@@ -55,7 +55,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",  # threads that spin for work would take the cores from the other processes
 }
-MAX_OFF_POLICY_STEPS = 3
+MAX_OFF_POLICY_STEPS = 6
 SEED = 0
 GROUPS_PER_STEP, SAMPLES_PER_GROUP, PLACES = 32, 8, 32
 

@@ -168,6 +168,7 @@ def machines(draw: st.DrawFn) -> StalenessMachine:
         age_out=draw(policies),
         quotas=draw(st.sampled_from([{}, {"words": groups - quota, "numbers": quota}])),
         quota_patience_groups=draw(st.sampled_from([None, 0, 2])),
+        max_ready_groups=draw(st.sampled_from([None, None, 1, 3, 6])),
     )
 
 
@@ -279,3 +280,18 @@ def test_quotas_yield_to_the_other_environment_rather_than_stall() -> None:
     sealed = machine.seal()
     assert sealed is not None
     assert len(sealed.groups) == 2
+
+
+def test_what_is_ready_in_surplus_stops_new_groups_until_a_step_takes_it() -> None:
+    machine = StalenessMachine(2, 5, 9, lambda _: "words", max_ready_groups=3)
+    groups = [machine.dispatch() for _ in range(4)]
+    for group in groups[:2]:
+        assert group is not None
+        machine.scored(group.position, 1)
+        assert machine.dispatchable
+    assert groups[2] is not None
+    machine.scored(groups[2].position, 1)
+    assert machine.open_groups < machine.admission_bound
+    assert machine.dispatch() is None
+    assert machine.seal() is not None
+    assert machine.dispatch() is not None

@@ -123,6 +123,10 @@ class StalenessMachine:
     """Groups of each environment in a step. They yield rather than stall: see `_selection`."""
     quota_patience_groups: int | None = None
     """Scored groups beyond `groups_per_step` at which quotas yield; None means half of that."""
+    max_ready_groups: int | None = None
+    """Scored groups at which no new position is dispatched, and never fewer than sealing may wait for; None means that
+    only the admission bound counts. More would only wait and grow older, while `max_off_policy_steps` may be as large
+    as the slowest groups need."""
     max_losses: int = 3
     """Attempts of one position that may die with their runner before it ends as failed."""
 
@@ -159,12 +163,19 @@ class StalenessMachine:
 
     @property
     def gate_open(self) -> bool:
-        """Whether a new position may be dispatched: exactly when open groups are below the bound.
+        """Whether a new position may be dispatched: when open groups are below the bound.
 
         Without over-sampling, being below the bound implies that the group is not born too old; with it, that
-        is asked for as well.
+        is asked for as well. Groups that are ready in surplus close it, too.
         """
-        return self.open_groups < self.admission_bound and self._fresh
+        return self.open_groups < self.admission_bound and self._fresh and not self._surplus
+
+    @property
+    def _surplus(self) -> bool:
+        if self.max_ready_groups is None:
+            return False
+        needed = self.groups_per_step + (self._patience if self.quotas else 0)
+        return len(self._scored) >= max(self.max_ready_groups, needed)
 
     @property
     def _fresh(self) -> bool:
@@ -370,12 +381,15 @@ class StalenessMachine:
                 surplus.append(group)
         if len(chosen) >= size:
             return chosen[:size]
-        patience = size // 2 if self.quota_patience_groups is None else self.quota_patience_groups
         idle = len(self._scored) + self._sealed_count() == len(self._open)
         stuck = idle and not self.dispatchable and self.serving_step == self.sealed_step
-        if stuck or len(self._scored) >= size + patience:
+        if stuck or len(self._scored) >= size + self._patience:
             return (chosen + surplus)[:size]
         return None
+
+    @property
+    def _patience(self) -> int:
+        return self.groups_per_step // 2 if self.quota_patience_groups is None else self.quota_patience_groups
 
     def _must_go(self, group: Group, step: int) -> bool:
         return self._policy(group) is not AgeOut.MASK and self._ages_out_with(group, step)

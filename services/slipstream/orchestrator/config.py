@@ -93,6 +93,11 @@ class OrchestratorConfig(ServiceConfig):
     quota_patience_groups: int | None = Field(default=None, ge=0)
     """Groups ready beyond a step's at which its quotas yield. Unset means half of groups_per_step."""
 
+    max_ready_groups: int | None = Field(default=None, ge=1)
+    """Groups ready for training at which no new one is started; taken as a step's groups, with the quotas' patience, if
+    less. Lets max_off_policy_steps cover the slowest groups while the others do not age in a queue. Unset means that
+    max_off_policy_steps alone decides."""
+
     min_reward_std: float = Field(default=1e-6, ge=0)
     """Groups whose rewards spread less teach nothing and are dropped. 0 trains every group."""
 

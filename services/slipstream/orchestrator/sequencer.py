@@ -99,6 +99,7 @@ class Sequencer:
             age_out={e.name: AgeOut(e.age_out) for e in config.environments},
             quotas=config.quotas,
             quota_patience_groups=config.quota_patience_groups,
+            max_ready_groups=config.max_ready_groups,
         )
         self.sealer = Sealer(
             min_group_size=config.min_group_size,
