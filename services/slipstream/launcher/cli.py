@@ -5,12 +5,14 @@ slipstream rl @ examples/demo.toml --run.seed 1
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.common.config import ConfigError, dump_toml, parse_arguments
+from slipstream.common.config_errors import suggest
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
 from slipstream.common.extras import explain, foreign, missing_modules
@@ -46,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     command, rest = arguments[0], arguments[1:]
     run_command = COMMANDS.get(command)
     if run_command is None:
-        _fail(f"unknown command {command!r}; one of {', '.join(name for name in COMMANDS if name[0] != '-')}")
+        known = [name for name in COMMANDS if name[0] != "-"]
+        near = suggest(difflib.get_close_matches(command, known, n=1))
+        _fail(f"unknown command {command!r}{near or '; one of ' + ', '.join(known)}")
     try:
         sys.exit(run_command(rest))
     except (ConfigError, LauncherError) as error:
@@ -144,6 +148,8 @@ def load(arguments: Sequence[str], program: str) -> RunConfig | None:
     if given.help is not None:
         print(help_text(RUN_CONFIG, program, given.help))
         return None
+    if not given.files and not given.overrides:
+        raise ConfigError(f"no configuration is given; for the demo: {program} @ examples/demo.toml")
     config, origins = load_with_origins(RUN_CONFIG, given.files, given.overrides)
     check(config, origins)
     missing = missing_modules()

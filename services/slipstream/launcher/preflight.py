@@ -29,6 +29,7 @@ def preflight(config: RunConfig, origins: Origins) -> None:
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
     _bubblewrap(config, origins)
+    _certificates(config, origins)
     _environments(config, origins, sizes, trainer.initial_model)
 
 
@@ -43,6 +44,17 @@ def _bubblewrap(config: RunConfig, origins: Origins) -> None:
     program = getattr(config.section("sandbox"), "bwrap", None)
     if program is not None and not os.access(program, os.X_OK):
         raise ConfigError(f"{origins.located('sandbox.bwrap')} {str(program)!r} is no program that can run")
+
+
+def _certificates(config: RunConfig, origins: Origins) -> None:
+    if config.tls.cert_file is None:
+        return
+    from slipstream.launcher.doctor_run import check_tls
+
+    finding = check_tls(config.tls)
+    if finding.state == "FAILED":
+        where = origins.located("tls", "tls.cert_file", "tls.key_file", "tls.ca_file")
+        raise ConfigError(f"{where}: {finding.figure}; {finding.advice}")
 
 
 def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:

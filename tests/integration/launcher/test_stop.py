@@ -6,7 +6,12 @@ import signal
 import subprocess
 import sys
 
-from slipstream.launcher.rundir import create_run_dir, launcher_pid
+import pytest
+
+from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.report import write_report
+from slipstream.launcher.rundir import RunLock, create_run_dir, launcher_pid
+from slipstream.launcher.status import ended_run
 from slipstream.launcher.stop import stop_run, stop_timeout_s
 
 HOLD = """
@@ -36,3 +41,21 @@ def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
         assert launcher_pid(run) is None
         assert launcher.wait() == -signal.SIGUSR1
     assert capsys.readouterr().out.splitlines() == ["demo is not running", "demo has stopped"]
+
+
+def test_a_directory_in_use_is_refused_read_by_others_and_free_again_after_a_kill(tmp_path):
+    run = create_run_dir(tmp_path, "demo")
+    run.config_file.write_text("")
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "held\n"
+        with pytest.raises(RunDirError, match=r"demo is in use by another launcher"):
+            RunLock(run)
+        assert create_run_dir(tmp_path, "demo").name == "demo-2", "another run takes another name"
+        assert write_report(run).exists(), "a report of a run that goes on harms nobody"
+        launcher.kill()
+        launcher.wait()
+    assert run.lock_file.read_text() == str(launcher.pid), "the stale file stays"
+    assert launcher_pid(run) is None
+    assert ended_run(run)[1].startswith("demo was killed")
+    RunLock(run).release()

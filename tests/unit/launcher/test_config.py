@@ -160,7 +160,7 @@ def test_an_unknown_command_exits_with_2(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["lr"])
     assert exit_info.value.code == 2
-    assert "unknown command 'lr'" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: unknown command 'lr'; did you mean 'rl'?\n"
 
 
 def test_contradictions_between_sections_are_found(config):

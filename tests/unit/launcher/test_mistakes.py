@@ -80,6 +80,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("[model]\nhead_dim = 31", "x.toml: model.head_dim: must be even"),
         ("[model]\nn_heads = 3", "x.toml: model.n_kv_heads: must divide n_heads"),
         ("[orchestrator]\nmin_group_size = 30", "x.toml: orchestrator.min_group_size: must not exceed samples_per_group"),
+        ("[tls]\ncert_file = 'a.pem'", "x.toml: tls: key_file and ca_file not set: cert_file, key_file and ca_file go together"),
         ("[sandbox.default_limits]\nwall_s = 900", "x.toml: sandbox.default_limits.wall_s: is above max_limits.wall_s"),
     ],
 )  # fmt: skip
@@ -140,7 +141,8 @@ def test_a_file_that_cannot_be_read_says_why(refused, tmp_path):
         (("@", "base.toml", "--environments.expresion.weight=1"), "--environments.expresion.weight: environments has no item 'expresion'"),
         (("@", "base.toml", "--environments.0.weight=-1"), "--environments.0.weight: must be above 0 (got -1)"),
         (("--help", "trainr"), "--help: there is no section 'trainr'; did you mean 'trainer'?"),
-        ((), "environments is required"),
+        ((), "no configuration is given; for the demo: slipstream rl @ examples/demo.toml"),
+        (("--run.seed=1",), "environments is required"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
@@ -170,6 +172,7 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--environments.0.min-word-len=9", "--environments.0.min-word-len"),
         ("--model.vocab-size=50", "--model.vocab-size is 50; the tokenizer has 1"),
         ("--trainer.initial-model=nowhere", "--trainer.initial-model 'nowhere' is no directory; it must be the model/ of a run"),
+        ("--tls.cert-file=a --tls.key-file=b --tls.ca-file=c", "tls: certificate, key and authority do not fit: [Errno 2] No such file or directory; slipstream certs"),
         ("--sandbox.bwrap=nowhere", "--sandbox.bwrap 'nowhere' is no program that can run"),
     ],
 )  # fmt: skip
