@@ -158,9 +158,9 @@ def test_a_dry_run_prints_and_makes_nothing(toml, capsys, monkeypatch):
 
 def test_an_unknown_command_exits_with_2(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        main(["lr"])
+        main(["statsu"])
     assert exit_info.value.code == 2
-    assert capsys.readouterr().err == "error: unknown command 'lr'; did you mean 'rl'?\n"
+    assert capsys.readouterr().err == "error: unknown command 'statsu'; did you mean 'status'?\n"
 
 
 def test_contradictions_between_sections_are_found(config):
