@@ -113,6 +113,9 @@ class RedisConfig(BaseConfig):
 class MetricsConfig(BaseConfig):
     """Prometheus metrics over HTTP."""
 
+    host: str = "127.0.0.1"
+    """Address to bind."""
+
     port: int = Field(default=0, ge=0, le=65535)
     """Port to serve metrics on; 0 serves none."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from slipstream.common.auth import TokenCheck
 from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest, StreamStalled, Unsupported, refuse
+from slipstream.common.metrics import RpcMetrics
 from slipstream.common.validation import validate
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -117,15 +119,20 @@ def _guarded(
 ) -> Handler:
     """`behaviour` behind the token check and the drain, its exceptions turned into statuses."""
     exempt = token_check.exempt(method)
+    metrics = RpcMetrics(method)
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        started_s = time.perf_counter()
+        code = "CANCELLED"  # what is left when neither a return nor an abort is seen
         cap = asyncio.timeout(cap_s)
         try:
             if not exempt:
                 token_check.check(context.invocation_metadata() or ())
                 drain.enter(waiting)
             async with cap:
-                return await behaviour(request, context)
+                answer = await behaviour(request, context)
+            code = "OK"
+            return answer
         except asyncio.CancelledError:
             if not drain.ended_call():
                 raise
@@ -136,10 +143,17 @@ def _guarded(
         except Exception as error:
             await refuse(context, error, method=method)
         finally:
+            metrics.ended(code if code == "OK" else _aborted_with(context) or code, started_s)
             if waiting:
                 drain.leave()
 
     return call
+
+
+def _aborted_with(context: Any) -> str:
+    """Name of the code that the call was aborted with; empty if it was not."""
+    code = context.code()  # grpc answers 0 where none is set
+    return code.name if code else ""
 
 
 def _checked(behaviour: Handler) -> Handler:

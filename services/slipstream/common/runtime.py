@@ -31,7 +31,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from slipstream.common import telemetry
+from slipstream.common import metrics
 from slipstream.common.auth import Access, TokenCheck, exposed_secrets
 from slipstream.common.channel import SERVER_OPTIONS
 from slipstream.common.config import ConfigError, ServiceConfig, cli, host_port
@@ -178,7 +178,7 @@ async def serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     service = Service(config, servicers)
-    telemetry.serve_metrics(config)
+    end_metrics = metrics.serve_metrics(config)
     await service.start(serving=ready is None)
     if config.log.file is None:  # started by hand: say at once where it can be reached
         print(f"listening on {host_port(config.listen.host, service.port)} ({service.guards})", flush=True)
@@ -198,6 +198,7 @@ async def serve(
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
     finally:
         await service.server.stop(grace=None)
+        end_metrics()
 
 
 async def _never_return(name: str, loop: Loop) -> None:
@@ -218,11 +219,15 @@ async def _report_ready(service: Service, ready: asyncio.Event) -> None:
 
 
 async def _watch_loop_lag() -> NoReturn:
+    most_s = 0.0
     while True:
         due_s = time.monotonic() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
-        lag_s = time.monotonic() - due_s
-        telemetry.loop_lag_s.set(lag_s)
+        lag_s = max(0.0, time.monotonic() - due_s)
+        metrics.loop_lag.observe(lag_s)
+        if lag_s > most_s:
+            most_s = lag_s
+            metrics.loop_lag_max.set(most_s)
         if lag_s > LAG_WARNING_S:
             log.warning("event_loop_lagged", lag_s=round(lag_s, 3))
 

@@ -1,4 +1,4 @@
-"""Logs and metrics, set up once from config. Events are fixed snake_case names, values are fields."""
+"""Logs, set up once from config. Events are fixed snake_case names, values are fields. Metrics: `metrics.py`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import sys
 from typing import TextIO, cast
 
 import structlog
-from prometheus_client import Gauge, start_http_server
 
 from slipstream.common.config import ServiceConfig
 from slipstream.common.disk import LogFile
 
 log = structlog.get_logger()
-
-loop_lag_s = Gauge("slipstream_event_loop_lag_seconds", "Delay of a timer on the event loop, at the last look.")
 
 
 def setup_logging(config: ServiceConfig, service: str = "") -> None:
@@ -52,9 +49,3 @@ def setup_logging(config: ServiceConfig, service: str = "") -> None:
     structlog.contextvars.clear_contextvars()
     fields = {"run_id": config.run_id, "service": service, "replica": config.replica}
     structlog.contextvars.bind_contextvars(**{key: value for key, value in fields.items() if value})
-
-
-def serve_metrics(config: ServiceConfig) -> None:
-    """Serve Prometheus metrics on the listen address, if the config names a port."""
-    if config.metrics.port:
-        start_http_server(config.metrics.port, addr=config.listen.host)

@@ -117,7 +117,10 @@ class ExpressionConfig(BaseEnvironmentConfig):
     """Part of the demonstrations that reach the tens alone and leave the units out."""
 
     sandbox_wall_s: float = Field(default=10.0, gt=0)
-    """Time limit of the execution that judges a group."""
+    """Time limit of an execution; more where it judges more samples than that many seconds allow."""
+
+    judge_window_s: float = Field(default=0.2, ge=0, le=5)
+    """How long a group waits for others that one execution can judge with it; starting one costs more than judging."""
 
     sample_cpu_s: int = Field(default=1, ge=1)
     """Processor time one sample may use, in whole seconds."""

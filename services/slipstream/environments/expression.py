@@ -1,21 +1,22 @@
 """Write an expression of single digits and operators that evaluates to a number; judged by running it.
 
 There are many right answers and no list of them: only execution tells. A literal has one digit, so the number itself
-is no answer. The samples of a group are judged by one execution of `expression_judge.py` in the sandbox.
+is no answer. Samples are judged by `expression_judge.py` in the sandbox, groups that are ready together by
+one execution.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slipstream.common.sandbox_client import SandboxLimits
+from slipstream.common.sandbox_client import ExecResult, SandboxLimits
 from slipstream.environments.base import Completion, Score, Split, Task
 from slipstream.environments.config import ExpressionConfig
+from slipstream.environments.expression_queue import JudgeQueue
 from slipstream.environments.tokenizer import EXPRESSION_INSTRUCTION
 from slipstream.environments.tools import Tools
 
@@ -27,6 +28,7 @@ class Expression:
         self.name = config.name
         self._config = config
         self._seed = seed
+        self._queue = JudgeQueue(config.judge_window_s)
         targets = list(range(config.min_target, config.max_target + 1))
         random.Random(f"expression/{seed}").shuffle(targets)
         self.held_out = targets[: config.evaluation_task_count]
@@ -42,16 +44,22 @@ class Expression:
 
     async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
         target = task.payload["target"]
-        request = {
-            "target": target,
-            "cpu_s": self._config.sample_cpu_s,
-            "memory_bytes": self._config.sample_memory_bytes,
-            "expressions": [completion.text if completion.stopped else None for completion in completions],
-        }
-        limits = SandboxLimits(wall_s=self._config.sandbox_wall_s)
-        result = await tools.run_python(_judge(), repr(request).encode(), limits)
-        verdicts = _verdicts(result.stdout, len(completions))
-        return [self._score(target, verdict or {"outcome": result.outcome}) for verdict in verdicts]
+        expressions = [completion.text if completion.stopped else None for completion in completions]
+
+        async def execute(targets: list[int], texts: list[str | None]) -> ExecResult:
+            config = self._config
+            request = {
+                "targets": targets,
+                "cpu_s": config.sample_cpu_s,
+                "memory_bytes": config.sample_memory_bytes,
+                "expressions": texts,
+            }
+            # Room for every sample to use up its own limit.
+            limits = SandboxLimits(wall_s=max(config.sandbox_wall_s, len(texts) * config.sample_cpu_s + 2.0))
+            return await tools.run_python(_judge(), repr(request).encode(), limits)
+
+        verdicts, outcome = await self._queue.judge(target, expressions, execute)
+        return [self._score(target, verdict or {"outcome": outcome}) for verdict in verdicts]
 
     def demonstration(self, index: int, *, validation: bool = False) -> tuple[str, str] | None:
         if validation:  # there is no single right answer
@@ -85,16 +93,3 @@ def _form(target: int, *, careless: bool) -> str:
 @cache
 def _judge() -> str:
     return Path(__file__).with_name("expression_judge.py").read_text(encoding="utf-8")
-
-
-def _verdicts(stdout: bytes, count: int) -> list[dict[str, Any] | None]:
-    """The judge's lines by sample; None where it got no further."""
-    verdicts: list[dict[str, Any] | None] = [None] * count
-    for line in stdout.splitlines():
-        try:
-            verdict = json.loads(line)
-        except ValueError:
-            continue  # a line that the output limit cut
-        if isinstance(verdict, dict) and isinstance(verdict.get("sample"), int) and 0 <= verdict["sample"] < count:
-            verdicts[verdict["sample"]] = verdict
-    return verdicts

@@ -1,6 +1,6 @@
 """Runs inside the sandbox: evaluates each expression in a child with limits of its own. Standard library only.
 
-Reads {"target", "cpu_s", "memory_bytes", "expressions"} as a Python literal and prints one JSON line a sample. One
+Reads {"targets", "cpu_s", "memory_bytes", "expressions"} as a Python literal and prints one JSON line a sample. One
 child judges them all; where it dies, the sample it was at has failed and another child goes on with the next.
 
 Only modules that are built in are imported: `ast` and `json` would double the time of a run.
@@ -65,7 +65,7 @@ def child(write_fd: int, request: dict, first: int) -> None:
     for sample in range(first, len(request["expressions"])):
         signal.setitimer(signal.ITIMER_REAL, request["cpu_s"])  # the default action ends the child
         try:
-            verdict = line(sample, *judge(request["expressions"][sample], request["target"]))
+            verdict = line(sample, *judge(request["expressions"][sample], request["targets"][sample]))
         except (ArithmeticError, SyntaxError, ValueError, MemoryError, RecursionError, TypeError) as error:
             verdict = line(sample, type(error).__name__)
         os.write(write_fd, verdict)

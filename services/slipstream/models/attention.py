@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.protocols.module import Module
 
 from slipstream.models.base import Context
+from slipstream.models.titan import Module
 
 
 class ContextAttention(Module):

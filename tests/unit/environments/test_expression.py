@@ -105,6 +105,49 @@ async def test_lines_that_the_output_limit_cut_fail_their_samples_alone() -> Non
     assert [s.correct for s in await score("6*7", sandbox=Subprocess(output_bytes=0))] == [False]
 
 
+async def test_groups_that_are_ready_together_share_one_execution_and_keep_their_own_verdicts() -> None:
+    environment = Expression(ExpressionConfig(), 0)
+    tools = Tools(Subprocess())
+    targets = [42, 43, 44]
+    scores = await asyncio.gather(
+        *(
+            environment.score(Task("train", n, {"target": n}), [Completion(f"6*7+{k}", True) for k in range(3)], tools)
+            for n in targets
+        )
+    )
+    assert tools.sandbox_executions == 1
+    assert [[s.correct for s in group] for group in scores] == [[n == 42 + k for k in range(3)] for n in targets]
+
+
+async def test_a_group_that_is_given_up_while_others_count_on_it_holds_up_nobody() -> None:
+    environment = Expression(ExpressionConfig(), 0)
+    tools = Tools(Subprocess())
+    task = Task("train", 0, {"target": TARGET})
+    first = asyncio.create_task(environment.score(task, [Completion("6*7", True)], tools))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(environment.score(task, [Completion("6*7", True)], tools))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    async with asyncio.timeout(10):
+        assert [s.correct for s in await second] == [True]
+
+
+async def test_an_execution_that_fails_fails_every_group_in_it() -> None:
+    environment = Expression(ExpressionConfig(), 0)
+    task = Task("train", 0, {"target": TARGET})
+    judged = [environment.score(task, [Completion("6*7", True)], Tools(None)) for _ in range(2)]
+    assert [type(e) for e in await asyncio.gather(*judged, return_exceptions=True)] == [SandboxNotConfigured] * 2
+
+
+async def test_more_samples_than_one_execution_takes_are_judged_in_turns() -> None:
+    environment = Expression(ExpressionConfig(), 0)
+    tools = Tools(Subprocess())
+    task = Task("train", 0, {"target": TARGET})
+    groups = [environment.score(task, [Completion("6*7", True)] * 20, tools) for _ in range(5)]
+    assert all(s.correct for scores in await asyncio.gather(*groups) for s in scores)
+    assert tools.sandbox_executions == 3  # 40, 40 and 20 samples
+
+
 async def test_a_runner_without_a_sandbox_refuses_to_judge() -> None:
     environment = Expression(ExpressionConfig(), 0)
     with pytest.raises(SandboxNotConfigured):
@@ -147,4 +190,4 @@ def _source() -> str:
 
 
 def _request(*expressions: str) -> dict[str, Any]:
-    return {"target": TARGET, "cpu_s": 1, "memory_bytes": 2**28, "expressions": expressions}
+    return {"targets": [TARGET] * len(expressions), "cpu_s": 1, "memory_bytes": 2**28, "expressions": expressions}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+from slipstream.models.titan import GroupedExperts, LocalTokenDispatcher
 
 
 class GatherRows(torch.autograd.Function):

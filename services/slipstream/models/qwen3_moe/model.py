@@ -17,24 +17,15 @@ import math
 from typing import Any
 
 import torch
-import torchtitan.tools.utils
 from torch import Tensor, nn
 
-# torchtitan's token dispatcher copies this name when it is imported, so it is set before.
-torchtitan.tools.utils.device_type = "cpu"
-
-from torchtitan.models.common.embedding import Embedding  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
-from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
-from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
-from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_moe_layers  # noqa: E402
-
-from slipstream.models.attention import ContextAttention  # noqa: E402
-from slipstream.models.base import Context  # noqa: E402
-from slipstream.models.qwen3_moe.config import MoeConfig  # noqa: E402
-from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts  # noqa: E402
-from slipstream.models.qwen3_moe.router import ReplayRouter  # noqa: E402
-from slipstream.models.routing import Routes  # noqa: E402
+from slipstream.models.attention import ContextAttention
+from slipstream.models.base import Context
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts
+from slipstream.models.qwen3_moe.router import ReplayRouter
+from slipstream.models.routing import Routes
+from slipstream.models.titan import CosSinRoPE, Embedding, Linear, Qwen3Model, RMSNorm, build_qwen3_moe_layers
 
 
 class Rope(CosSinRoPE):
@@ -105,7 +96,7 @@ class MoeModel(Qwen3Model):
 
 def build_model(config: MoeConfig) -> MoeModel:
     """The model, float32, weights not initialised."""
-    layers = _build_qwen3_moe_layers(
+    layers = build_qwen3_moe_layers(
         n_layers=config.n_layers,
         dim=config.dim,
         n_heads=config.n_heads,

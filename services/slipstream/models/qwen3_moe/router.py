@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from slipstream.models.routing import Routes
+from slipstream.models.titan import TokenChoiceTopKRouter
 
 
 class ReplayRouter(TokenChoiceTopKRouter):

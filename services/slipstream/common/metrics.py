@@ -1,0 +1,114 @@
+"""Prometheus metrics of a process: what every service has, and figures that are read when they are asked for.
+
+Names are `slipstream_<part>_<what>_<unit>`; labels have few values. Most figures of a service are counted by its
+domain objects anyway, so they are read at each scrape (`Reading`) and cost nothing in between. Scrapes run on a
+thread of their own: a reader only reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import structlog
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from slipstream.common.config import ConfigError, ServiceConfig
+
+log = structlog.get_logger()
+
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+
+loop_lag = Histogram(
+    "slipstream_event_loop_lag_seconds",
+    "How late a timer of the event loop fired.",
+    buckets=(0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0),
+)
+loop_lag_max = Gauge(
+    "slipstream_event_loop_lag_max_seconds", "The latest that a timer of the event loop fired, since the start."
+)
+rpcs = Counter("slipstream_rpcs", "Calls answered, by method and status code.", ["method", "code"])
+rpc_latency = Histogram(
+    "slipstream_rpc_latency_seconds",
+    "From a call's start to its end, by method. Long polls and streams last as long as they wait.",
+    ["method"],
+    buckets=LATENCY_BUCKETS_S,
+)
+
+Value = float | Mapping[Any, float]
+"""One figure, or one for each value of the label (a tuple where there are several labels)."""
+
+
+class Reading(Collector):
+    """A gauge or counter whose value is kept by somebody else and read at each scrape.
+
+        open_groups = Reading("gauge", "slipstream_orchestrator_groups", "Open groups.", ["state"])
+        open_groups.read_from(lambda: {"running": 3, "scored": 5})
+
+    Without a reader it has no samples. The last object to call `read_from` is the one that is read.
+    """
+
+    def __init__(
+        self, kind: Literal["gauge", "counter"], name: str, documentation: str, labels: Sequence[str] = ()
+    ) -> None:
+        self._family: Any = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        self._name, self._documentation, self._labels = name, documentation, list(labels)
+        self._read: Callable[[], Value] | None = None
+        REGISTRY.register(self)
+
+    def read_from(self, read: Callable[[], Value]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._family(self._name, self._documentation, labels=self._labels)
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._family(self._name, self._documentation, labels=self._labels)
+        if self._read is not None:
+            value = self._read()
+            if isinstance(value, Mapping):
+                for label, number in list(value.items()):
+                    family.add_metric(list(label) if isinstance(label, tuple) else [str(label)], float(number))
+            else:
+                family.add_metric([], float(value))
+        yield family
+
+
+class RpcMetrics:
+    """Count and latency of one method's calls; children are looked up once, as a lookup costs more than counting."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._latency = rpc_latency.labels(method)
+        self._codes: dict[str, Any] = {}
+
+    def ended(self, code: str, started_s: float) -> None:
+        """Count one call; `started_s` is of `time.perf_counter`."""
+        count = self._codes.get(code)
+        if count is None:
+            count = self._codes[code] = rpcs.labels(self._method, code)
+        count.inc()
+        self._latency.observe(time.perf_counter() - started_s)
+
+
+def serve_metrics(config: ServiceConfig) -> Callable[[], None]:
+    """Serve metrics over HTTP on a thread, if the config names a port; returns what ends that."""
+    metrics = config.metrics
+    if not metrics.port:
+        return lambda: None
+    try:
+        server, thread = start_http_server(metrics.port, addr=metrics.host)
+    except OSError as error:
+        raise ConfigError(f"cannot serve metrics on {metrics.host}:{metrics.port}: {error.strerror}") from error
+    log.info("metrics_served", host=metrics.host, port=metrics.port)
+    return lambda: _end(server, thread)
+
+
+def _end(server: Any, thread: threading.Thread) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join(timeout=1.0)
