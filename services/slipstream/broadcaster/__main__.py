@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
+from slipstream.broadcaster import telemetry
 from slipstream.broadcaster.config import BroadcasterConfig
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.servicer import BroadcastServicer
@@ -14,6 +15,7 @@ from slipstream.common.state import State
 async def run(config: BroadcasterConfig) -> None:
     """Serve until SIGTERM."""
     store = VersionStore(config.run_dir / "versions", config.max_store_bytes)
+    telemetry.observe(store, config.max_store_bytes)
     state = State(config.redis.url, config.run_id)
     publications = Publications(store, state, config.keep_version_count, config.prune_interval_s)
     servicer = BroadcastServicer(store, publications)

@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
+from slipstream.broadcaster import telemetry
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.store import Extent, VersionStore, skip_bytes
 from slipstream.common.errors import InvalidRequest, SlipstreamError, Unsupported, WeightsCorrupt
@@ -115,6 +116,7 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
             for part in rest:
                 async for data in _read(part):
                     yield encode_data(data)
+                    telemetry.sent_bytes.inc(len(data))
 
 
 async def _read(extent: Extent) -> AsyncIterator[bytes]:

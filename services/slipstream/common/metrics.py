@@ -21,6 +21,7 @@ from slipstream.common.config import ConfigError, ServiceConfig
 
 log = structlog.get_logger()
 
+READ_ATTEMPTS = 5
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
 
 loop_lag = Histogram(
@@ -69,13 +70,23 @@ class Reading(Collector):
     def collect(self) -> Iterator[Metric]:
         family = self._family(self._name, self._documentation, labels=self._labels)
         if self._read is not None:
-            value = self._read()
+            value = _steady(self._read)
             if isinstance(value, Mapping):
-                for label, number in list(value.items()):
+                for label, number in value.items():
                     family.add_metric(list(label) if isinstance(label, tuple) else [str(label)], float(number))
             else:
                 family.add_metric([], float(value))
         yield family
+
+
+def _steady(read: Callable[[], Value]) -> Value:
+    """What `read` says; asked again when the event loop changed a table under its feet."""
+    for _ in range(READ_ATTEMPTS - 1):
+        try:
+            return read()
+        except RuntimeError:  # "changed size during iteration"
+            continue
+    return read()
 
 
 class RpcMetrics:

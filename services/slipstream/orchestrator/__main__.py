@@ -30,6 +30,7 @@ from slipstream.common.errors import DiskFull, JournalCorrupt
 from slipstream.common.runtime import Loop, Servicers, run_service, serve
 from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.disk_watch import DiskWatch
 from slipstream.orchestrator.journal import Journal, segments
@@ -100,6 +101,7 @@ class Orchestrator:
         self.supervisor = Supervisor(
             config, state=self.state, sequencer=self.sequencer, keeper=self.keeper, metrics=self.metrics
         )
+        telemetry.observe(self.state, self.sequencer, self.leases, self.journal)
         self.redis = State(config.redis.url, config.run_id)
         self.mirror = RedisMirror(
             self.redis,

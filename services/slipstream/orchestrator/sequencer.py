@@ -20,6 +20,7 @@ from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation
@@ -280,6 +281,7 @@ class Sequencer:
             self.machine.filtered(position, attempt)
         else:
             self.machine.failed(position, attempt)
+        telemetry.groups_ended.labels(outcome.value, reason).inc()
         self._journal.append("ended", position=position, attempt=attempt, outcome=outcome.value, reason=reason)
 
     def _lose(self, position: int, attempt: int) -> None:
@@ -396,6 +398,10 @@ class Sequencer:
             counts[given_up.reason, given_up.environment] += 1
             outcome = "dropped" if given_up.reason == "run_complete" else "aged_out"
             kind = "regenerated" if given_up.regenerated else "ended"
+            if given_up.regenerated:
+                telemetry.groups_regenerated.inc()
+            else:
+                telemetry.groups_ended.labels(outcome, given_up.reason.upper()).inc()
             self._journal.append(kind, position=given_up.position, attempt=given_up.attempt, outcome=outcome)
         for (reason, environment), count in counts.items():
             rollouts = count * self.config.samples_per_group
@@ -445,6 +451,7 @@ class Sequencer:
             return []
         self.progress_at = self._clock()
         self._journal.append("trained", step=version.step)
+        telemetry.groups_ended.labels("trained", "").inc(len(groups))
         plan = self.plans[version.step]
         self._release_rows(plan.rows)
         # A repeat of GetPlan for a trained step is possible only shortly after it.
@@ -494,6 +501,10 @@ class Sequencer:
         groups = [self._scored.pop(group.position) for group in sealed.groups]
         plan = self.sealer.plan(sealed, groups, self.incarnation, self._masked)
         self.plans[sealed.step] = plan
+        telemetry.steps_sealed.inc()
+        telemetry.trained_tokens.inc(sum(rank_plan.loss_token_count for rank_plan in plan.plans[:1]))
+        for group in sealed.groups:
+            telemetry.lag.observe(group.lag(sealed.step))
         self._journal.append(
             "sealed",
             step=sealed.step,

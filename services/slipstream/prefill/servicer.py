@@ -13,6 +13,7 @@ from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
 from slipstream.common.errors import OffsetOutOfRange
 from slipstream.common.frames import encode_header, iter_frames
 from slipstream.engine.base import Engine, PrefillRequest
+from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.prompts import prompt_tokens
@@ -98,6 +99,7 @@ class KvServicer(prefill_pb2_grpc.KvServiceServicer):
         yield encode_header(message)
         for frame in iter_frames([data], request.offset_bytes):
             yield frame
+        telemetry.kv_sent_bytes.inc(data.nbytes - request.offset_bytes)
 
     async def ReleaseKv(
         self, request: prefill_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext

@@ -12,6 +12,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.runtime import Loop, run_service, serve
 from slipstream.common.state import State
+from slipstream.router import telemetry
 from slipstream.router.config import RouterConfig
 from slipstream.router.leases import PlacementLeases
 from slipstream.router.mirror import LeaseMirror
@@ -26,7 +27,9 @@ EXPIRE_PERIOD_S = 1.0
 async def expire_loop(leases: PlacementLeases, mirror: LeaseMirror) -> None:
     """End leases whose time is over. Waits on its clock alone."""
     while True:
-        mirror.released(leases.expire(time.monotonic()))
+        expired = leases.expire(time.monotonic())
+        telemetry.leases_expired.inc(len(expired))
+        mirror.released(expired)
         await asyncio.sleep(EXPIRE_PERIOD_S)
 
 
@@ -52,6 +55,7 @@ async def run(config: RouterConfig) -> None:
         f"follow {worker.replica}": partial(watcher.follow, worker, channels[worker.replica]) for worker in pool
     }
     loops |= {"expire": partial(expire_loop, leases, mirror), "mirror": mirror.run}
+    telemetry.observe(pool, leases, config.worker_silence_s)
     servicer = RouterServicer(pool, policy, leases, mirror, watcher)
     try:
         await serve(

@@ -14,6 +14,7 @@ from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.common.errors import InvalidRequest
 from slipstream.common.idempotency import RequestMemory
 from slipstream.common.version import PolicyVersion
+from slipstream.router import telemetry
 from slipstream.router.leases import Placement, PlacementLeases
 from slipstream.router.mirror import LeaseMirror
 from slipstream.router.placement import Demand, PlacementPolicy
@@ -78,13 +79,16 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         )
         self._leases.add(placement)
         self._mirror.placed(placement)
-        block_size = prefill.limits.block_size_tokens
+        cached = prefill.prefix.matched_blocks(hashes) * prefill.limits.block_size_tokens
+        telemetry.placements.inc()
+        telemetry.prompt_tokens.inc(request.prompt_token_count)
+        telemetry.expected_cached_tokens.inc(cached)
         return routing_pb2.PlaceResponse(
             placement_id=placement.placement_id,
             prefill=_ref(prefill),
             decode=_ref(decode),
             lease_ttl_ms=int(self._leases.ttl_s * 1000),
-            expected_cached_token_count=prefill.prefix.matched_blocks(hashes) * block_size,
+            expected_cached_token_count=cached,
         )
 
     async def Release(

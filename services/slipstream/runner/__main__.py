@@ -8,6 +8,7 @@ from slipstream.api.rollout.v1 import rows_pb2_grpc, session_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError
 from slipstream.common.runtime import run_service, serve
+from slipstream.runner import telemetry
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.epoch import next_epoch
@@ -54,6 +55,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         config.max_running_groups,
         config.report_period_s,
     )
+    telemetry.observe(lambda: loops.running_count, config.max_running_groups, spool, rollout_log)
     package = "slipstream.api.rollout.v1"
     try:
         await serve(

@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from slipstream.common.errors import EnvironmentFailed
+from slipstream.runner import telemetry
 
 log = structlog.get_logger()
 
@@ -126,15 +127,18 @@ class EnvironmentWorker:
                 await self._writer.drain()
                 reply = await future
         except TimeoutError:
+            telemetry.environment_failures.labels(environment).inc()
             self._kill()
             raise EnvironmentFailed(
                 f"environment code did not answer within {self._timeout_s:g} s", environment=environment
             ) from None
         except ConnectionError as error:
+            telemetry.environment_failures.labels(environment).inc()
             raise EnvironmentFailed("the environment worker died", environment=environment) from error
         finally:
             self._waiting.pop(number, None)
         if "error" in reply:
+            telemetry.environment_failures.labels(environment).inc()
             raise EnvironmentFailed(reply["error"], environment=environment)
         return reply
 

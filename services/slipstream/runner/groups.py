@@ -13,6 +13,7 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.version import PolicyVersion
+from slipstream.runner import telemetry
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt, ScoredSample, TaskKey
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.turns import Sample, Turn, TurnClient
@@ -71,8 +72,11 @@ class GroupRunner:
             report.rollouts.extend(self._records(assignment, prompt, turn, scores))
             if assignment.purpose == EXTERNAL:
                 _answer(report, assignment, prompt, turn, scores)
+            telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
             self._write_rollouts(_lines(assignment, prompt, turn, scores))
-        report.duration_ms = int((time.monotonic() - started_s) * 1000)
+        duration_s = time.monotonic() - started_s
+        telemetry.group_duration.labels(assignment.environment).observe(duration_s)
+        report.duration_ms = int(duration_s * 1000)
         return report
 
     async def _score(self, assignment: runner_pb2.GroupAssignment, turn: Turn) -> tuple[list[ScoredSample], int]:

@@ -23,6 +23,7 @@ from slipstream.api.routing.v1 import routing_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common import errors
 from slipstream.engine.hashing import block_hashes
+from slipstream.runner import telemetry
 from slipstream.runner.peers import Peers
 
 log = structlog.get_logger()
@@ -148,15 +149,16 @@ class TurnClient:
         avoid: list[str],
         attempt: TurnAttempt,
     ) -> Turn:
-        finished = False
+        outcome = "given_up"
         try:
             turn = await self._place_prefill_decode(assignment, token_ids, hashes, avoid, attempt)
-            finished = True
+            outcome = "finished"
             return turn
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error) from error
         finally:
-            if not finished:
+            telemetry.turns.labels(outcome).inc()
+            if outcome != "finished":
                 await self._give_back(attempt)
             if attempt.placement is not None:
                 self._peers.release_placement(attempt.placement.placement_id)

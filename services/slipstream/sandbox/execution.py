@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 
 import structlog
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 from slipstream.common.errors import SandboxQueueFull
 from slipstream.sandbox.place import Job, Place
@@ -25,6 +25,12 @@ log = structlog.get_logger()
 running_execs = Gauge("slipstream_sandbox_running_execs", "Programs that run now.")
 waiting_execs = Gauge("slipstream_sandbox_waiting_execs", "Programs that wait for a place.")
 ended_execs = Counter("slipstream_sandbox_ended_execs", "Programs that ended.", ["outcome"])
+
+exec_wall = Histogram(
+    "slipstream_sandbox_exec_seconds",
+    "From a program's start in its jail to its end.",
+    buckets=(0.02, 0.05, 0.1, 0.5, 2, 10, 60, 600),
+)
 
 MAX_CHUNK_BYTES = 2**20
 
@@ -166,6 +172,8 @@ class Execution:
         self._wake.set()
         self._pool.ended_count += 1
         ended_execs.labels(end.outcome.value if isinstance(end, Ended) else "failed").inc()
+        if isinstance(end, Ended):
+            exec_wall.observe(end.wall_s)
         if isinstance(end, Exception):
             log.error("execution_failed", exc_info=end)
         self._pool.give(place)

@@ -6,6 +6,7 @@ from slipstream.api.training.v1 import batch_pb2_grpc, trainer_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.runtime import leave, run_service, serve
+from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.loop import TrainingLoop
 from slipstream.trainer.model_dir import prepare_model_dir_when_room
@@ -22,6 +23,7 @@ async def run(config: TrainerConfig) -> None:
     access = Access.from_config(config)
     prepare_model_dir_when_room(config)
     status = Status()
+    telemetry.observe(status)
     batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, access))
     training = TrainingLoop(
         config,

@@ -28,6 +28,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import TOKENIZER_FILE
+from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.room import write_when_room
@@ -199,6 +200,7 @@ class TrainingLoop:
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
         self._status.metrics = metrics
+        telemetry.step_trained(metrics)
         return await self._snapshot(learner), _Step(version, metrics, started_s, finished_s)
 
     async def _sequences(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[list[list[TrainSequence]], int]:
@@ -227,6 +229,7 @@ class TrainingLoop:
         with self._timeline.interval("publish", step=step.version.step):
             await self._retry(lambda: self._transport.publish(step.version, snapshot.tensors, snapshot.probe))
         self._status.version = step.version
+        telemetry.phase_seconds.labels("publish").observe(time.monotonic() - started_s)
         request = batch_pb2.ReportStepRequest(
             request_id=request_id("step"),
             version=step.version.to_proto(),

@@ -66,6 +66,7 @@ class Learner:
             **totals,
             "grad_norm": float(norm),
             "learning_rate": lr,
+            "padding_fraction": _padding_fraction(full),
             **_token_metrics([sequence for batch in full for sequence in batch], tokens, trained),
         }
 
@@ -114,6 +115,13 @@ class Learner:
     def export(self) -> dict[str, NDArray[np.float32]]:
         """Copies of all weights by Hugging Face name: later steps leave them alone."""
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
+
+
+def _padding_fraction(batches: Sequence[Sequence[TrainSequence]]) -> float:
+    """Part of attention's padded slots that hold no token."""
+    lengths = [[len(sequence.routes) for sequence in batch] for batch in batches]
+    slots = sum(len(batch) * max(batch) for batch in lengths)
+    return 1.0 - sum(map(sum, lengths)) / slots if slots else 0.0
 
 
 def _pack(batch: Sequence[TrainSequence]) -> Packed:

@@ -22,6 +22,7 @@ from slipstream.common.errors import StateUnavailable
 from slipstream.common.state import SERVING
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import Engine
+from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.config import WorkerConfig
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
@@ -29,7 +30,7 @@ from slipstream.engine.worker.kv_events import KvEventLog
 from slipstream.engine.worker.rows import RouteRows, RowsServicer
 from slipstream.engine.worker.servicer import WorkerServicer
 from slipstream.engine.worker.timeline import Timeline
-from slipstream.engine.worker.updates import Applied, WorkerUpdates
+from slipstream.engine.worker.updates import Applied, WorkerState, WorkerUpdates
 from slipstream.weights.transport import WeightTransport
 
 log = structlog.get_logger()
@@ -75,6 +76,8 @@ class Worker:
         self.timeline = Timeline(timeline, config.timeline_limit_bytes)
         self._listen = config.listen
         self._state = state
+        updates = self.updates
+        telemetry.observe(engine, lambda: updates.version, lambda: updates.state is WorkerState.STALE)
 
     def servicers(self) -> list[Servicer]:
         """What both pools serve."""
@@ -117,6 +120,7 @@ class Worker:
 
     def _record_update(self, version: PolicyVersion, applied: Applied) -> None:
         end_s = time.time()
+        telemetry.update_pause.observe(applied.report.pause_s)
         self.timeline.record(
             "update",
             end_s - applied.report.pause_s,

@@ -1,0 +1,52 @@
+"""Metrics of a prefill or decode worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import Counter, Histogram
+
+from slipstream.common.metrics import Reading
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import Engine
+
+running_samples = Reading("gauge", "slipstream_worker_running_samples", "Samples being decoded.")
+waiting_requests = Reading("gauge", "slipstream_worker_waiting_requests", "Requests that have not begun.")
+blocks_used = Reading("gauge", "slipstream_worker_kv_blocks_used", "KV blocks held by requests, transfers or samples.")
+blocks_total = Reading("gauge", "slipstream_worker_kv_blocks_limit", "KV blocks in all.")
+prefilled_tokens = Reading("counter", "slipstream_worker_prefilled_tokens", "Prompt positions computed.")
+decoded_tokens = Reading("counter", "slipstream_worker_decoded_tokens", "Tokens sampled.")
+decode_steps = Reading("counter", "slipstream_worker_decode_steps", "Decode steps; tokens by steps is the batch.")
+prefix_query_tokens = Reading("counter", "slipstream_worker_prefix_query_tokens", "Prompt positions looked up.")
+prefix_hit_tokens = Reading("counter", "slipstream_worker_prefix_hit_tokens", "Those found in the prefix cache.")
+route_bytes = Reading("gauge", "slipstream_worker_route_bytes", "Bytes of routes kept for the trainer.")
+routes_dropped = Reading("counter", "slipstream_worker_routes_dropped_rows", "Routes given up at the byte bound.")
+policy_step = Reading("gauge", "slipstream_worker_policy_step", "Step of the weights in use; -1 before the first.")
+stale = Reading("gauge", "slipstream_worker_stale", "1 while the weights failed their check and nothing is taken.")
+
+kv_sent_bytes = Counter("slipstream_worker_kv_sent_bytes", "Bytes of KV handed to decode workers.")
+update_pause = Histogram(
+    "slipstream_worker_update_pause_seconds",
+    "From the last step on old weights to the first on new ones.",
+    buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0),
+)
+
+
+def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Callable[[], bool]) -> None:
+    """Read this worker from now on."""
+    for reading, field in (
+        (running_samples, "running_samples"),
+        (waiting_requests, "waiting_requests"),
+        (blocks_used, "blocks_used"),
+        (blocks_total, "blocks_total"),
+        (prefilled_tokens, "prefilled_tokens"),
+        (decoded_tokens, "decoded_tokens"),
+        (decode_steps, "decode_steps"),
+        (prefix_query_tokens, "prefix_query_tokens"),
+        (prefix_hit_tokens, "prefix_hit_tokens"),
+        (route_bytes, "route_bytes"),
+        (routes_dropped, "routes_dropped"),
+    ):
+        reading.read_from(lambda field=field: getattr(engine.load(), field))
+    policy_step.read_from(lambda: version().step if version() else -1)
+    stale.read_from(is_stale)

@@ -1,0 +1,64 @@
+"""Metrics of the orchestrator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Histogram
+
+from slipstream.algorithms.staleness import Phase
+from slipstream.common.metrics import Reading
+from slipstream.orchestrator.run_state import RunPhase
+
+if TYPE_CHECKING:
+    from slipstream.orchestrator.journal import Journal
+    from slipstream.orchestrator.leases import RunnerLeases
+    from slipstream.orchestrator.run_state import RunState
+    from slipstream.orchestrator.sequencer import Sequencer
+
+_PHASES = (Phase.WAITING, Phase.RUNNING, Phase.SCORED, Phase.SEALED)
+
+groups = Reading("gauge", "slipstream_orchestrator_groups", "Open groups of training, by state.", ["state"])
+slots_used = Reading("gauge", "slipstream_orchestrator_admission_slots_used", "Open groups.")
+slots_limit = Reading("gauge", "slipstream_orchestrator_admission_slots_limit", "The most groups that may be open now.")
+runners = Reading("gauge", "slipstream_orchestrator_runners", "Runners whose lease runs.")
+run_phase = Reading("gauge", "slipstream_orchestrator_run_phase", "1 for the phase the run is in.", ["phase"])
+paused = Reading("gauge", "slipstream_orchestrator_paused", "1 while admission is closed; the log says why.")
+step = Reading("gauge", "slipstream_orchestrator_trained_step", "Last step trained.")
+published_step = Reading("gauge", "slipstream_orchestrator_published_step", "Newest step published.")
+serving_step = Reading("gauge", "slipstream_orchestrator_serving_step", "Step that groups are dispatched at.")
+journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Size of the journal.")
+
+groups_ended = Counter(
+    "slipstream_orchestrator_groups_ended",
+    "Groups of training that ended, by outcome (trained, filtered, failed, aged_out, dropped) and reason.",
+    ["outcome", "reason"],
+)
+groups_regenerated = Counter("slipstream_orchestrator_groups_regenerated", "Groups started again as too old.")
+steps_sealed = Counter("slipstream_orchestrator_steps_sealed", "Steps sealed.")
+trained_tokens = Counter("slipstream_orchestrator_trained_tokens", "Tokens of sealed steps that the loss counts.")
+lag = Histogram(
+    "slipstream_orchestrator_lag_versions",
+    "Versions that a group was behind when it was sealed.",
+    buckets=(0, 1, 2, 3, 4, 6, 8, 16),
+)
+
+
+def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal: Journal) -> None:
+    """Read this orchestrator from now on."""
+    machine = sequencer.machine
+
+    def by_state() -> dict[str, float]:
+        phases = [group.phase for group in list(machine)]
+        return {phase.value: phases.count(phase) for phase in _PHASES}
+
+    groups.read_from(by_state)
+    slots_used.read_from(lambda: machine.open_groups)
+    slots_limit.read_from(lambda: machine.admission_bound)
+    runners.read_from(lambda: len(leases.runners))
+    run_phase.read_from(lambda: {phase.value: state.phase is phase for phase in RunPhase})
+    paused.read_from(lambda: bool(state.pauses))
+    step.read_from(lambda: state.step)
+    published_step.read_from(lambda: state.published.step)
+    serving_step.read_from(lambda: state.serving.step)
+    journal_bytes.read_from(lambda: journal.path.stat().st_size)

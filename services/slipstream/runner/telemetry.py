@@ -1,0 +1,37 @@
+"""Metrics of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import Counter, Histogram
+
+from slipstream.common.metrics import Reading
+from slipstream.runner.rollout_log import RolloutLog
+from slipstream.runner.spool import Spool
+
+groups_running = Reading("gauge", "slipstream_runner_groups_running", "Groups being run.")
+groups_limit = Reading("gauge", "slipstream_runner_groups_limit", "The most groups run at once.")
+spool_bytes = Reading("gauge", "slipstream_runner_spool_bytes", "Bytes of rows held for the trainer.")
+spool_limit_bytes = Reading("gauge", "slipstream_runner_spool_limit_bytes", "At this many no group is taken.")
+rollout_log_bytes = Reading("gauge", "slipstream_runner_rollout_log_bytes", "Size of the rollout log.")
+rollouts = Counter("slipstream_runner_rollouts", "Rollouts finished, by environment.", ["environment"])
+turns = Counter("slipstream_runner_turns", "Model turns of a group that ended, by outcome.", ["outcome"])
+environment_failures = Counter(
+    "slipstream_runner_environment_failures", "Calls of environment code that failed, by environment.", ["environment"]
+)
+group_duration = Histogram(
+    "slipstream_runner_group_duration_seconds",
+    "From a group's start to its report, by environment.",
+    ["environment"],
+    buckets=(0.1, 0.5, 1, 2, 5, 15, 60, 300, 1800),
+)
+
+
+def observe(running_count: Callable[[], int], max_running: int, spool: Spool, rollout_log: RolloutLog) -> None:
+    """Read this runner from now on."""
+    groups_running.read_from(running_count)
+    groups_limit.read_from(lambda: max_running)
+    spool_bytes.read_from(lambda: spool.size_bytes)
+    spool_limit_bytes.read_from(lambda: spool.limit_bytes)
+    rollout_log_bytes.read_from(lambda: rollout_log.size_bytes)
