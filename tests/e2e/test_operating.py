@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 from run_process import environment
 
 from slipstream.common.auth import Access, read_token
@@ -42,6 +46,8 @@ def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
         assert " serving " in rows[replica]
     assert "training, step" in rows["orchestrator"]
     assert f"{asked.process.pid}" == (asked.path / "launcher.lock").read_text()
+
+    check_metrics(asked)
 
     interrupted.processes()
     begun_s = time.monotonic()
@@ -99,6 +105,47 @@ def by_hand(replica: str, configs: Path, directory: Path) -> subprocess.Popen[by
 
 def address_of(replica: str, finished) -> str:
     return f"127.0.0.1:{finished.synchronous.setting(replica, 'listen', 'port')}"
+
+
+def check_metrics(run) -> None:
+    """Every service serves its own metrics where Prometheus is told to look, and they say that the run goes on."""
+    targets = json.loads((run.path / "prometheus_targets.json").read_text())
+    assert {target["labels"]["replica"] for target in targets} == set(REPLICAS)
+    served = {target["labels"]["replica"]: scrape(target["targets"][0]) for target in targets}
+    for replica, samples in served.items():
+        assert samples["slipstream_event_loop_lag_seconds_count"] > 0
+        assert samples["process_resident_memory_bytes"] > 0
+        part = {"prefill": "worker", "decode": "worker"}.get(replica.partition("-")[0], replica.partition("-")[0])
+        assert any(name.startswith(f"slipstream_{part}_") for name in samples), replica
+        assert sum(value for name, value in samples.items() if name == "slipstream_rpcs_total") > 0
+    for replica, name in (
+        ("orchestrator", "slipstream_orchestrator_steps_sealed_total"),
+        ("orchestrator", "slipstream_orchestrator_trained_tokens_total"),
+        ("orchestrator", "slipstream_orchestrator_journal_bytes"),
+        ("runner-1", "slipstream_runner_rollouts_total"),
+        ("runner-1", "slipstream_runner_spool_bytes"),
+        ("router", "slipstream_router_placements_total"),
+        ("prefill-1", "slipstream_worker_prefilled_tokens_total"),
+        ("prefill-1", "slipstream_worker_kv_sent_bytes_total"),
+        ("decode-1", "slipstream_worker_decoded_tokens_total"),
+        ("decode-1", "slipstream_worker_update_pause_seconds_count"),
+        ("trainer", "slipstream_trainer_tokens_total"),
+        ("trainer", "slipstream_trainer_policy_step"),
+        ("broadcaster", "slipstream_broadcaster_stored_bytes"),
+        ("broadcaster", "slipstream_broadcaster_sent_bytes_total"),
+    ):
+        assert served[replica][name] > 0, (replica, name)
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Samples by name, labels summed up."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    sums: Counter[str] = Counter()
+    for family in families:
+        for sample in family.samples:
+            sums[sample.name] += sample.value  # pyright: ignore[reportArgumentType]
+    return dict(sums)
 
 
 async def check(address: str, token: str | None, service: subprocess.Popen[bytes]) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipstream.common.addresses import is_loopback
 from slipstream.common.config import ConfigError, ServiceConfig
 
 log = structlog.get_logger()
@@ -111,8 +112,19 @@ def serve_metrics(config: ServiceConfig) -> Callable[[], None]:
     metrics = config.metrics
     if not metrics.port:
         return lambda: None
+    tls = config.tls
+    options: dict[str, Any] = {}
+    if not is_loopback(metrics.host):
+        if tls.cert_file is None:
+            raise ConfigError(
+                f"metrics.host is {metrics.host!r}, which is not loopback: that takes tls.cert_file, tls.key_file, "
+                "tls.ca_file"
+            )
+        options = {"certfile": str(tls.cert_file), "keyfile": str(tls.key_file), "client_cafile": str(tls.ca_file)}
     try:
-        server, thread = start_http_server(metrics.port, addr=metrics.host)
+        server, thread = start_http_server(
+            metrics.port, addr=metrics.host, client_auth_required=bool(options), **options
+        )
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {metrics.host}:{metrics.port}: {error.strerror}") from error
     log.info("metrics_served", host=metrics.host, port=metrics.port)

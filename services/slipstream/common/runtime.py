@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import ipaddress
 import logging
 import os
 import signal
@@ -32,6 +31,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from slipstream.common import metrics
+from slipstream.common.addresses import is_loopback
 from slipstream.common.auth import Access, TokenCheck, exposed_secrets
 from slipstream.common.channel import SERVER_OPTIONS
 from slipstream.common.config import ConfigError, ServiceConfig, cli, host_port
@@ -269,19 +269,10 @@ def _reason(error: OSError) -> str:
 def _refuse_exposure(config: ServiceConfig, access: Access) -> None:
     """Strangers must not be able to call, nor to read what the run's processes tell each other."""
     host = config.listen.host
-    if not _is_loopback(host) and (access.token is None or access.tls is None):
+    if not is_loopback(host) and (access.token is None or access.tls is None):
         raise ConfigError(
             f"listen.host is {host!r}, which is not loopback: that takes auth.token_file and tls.cert_file, "
             "tls.key_file, tls.ca_file; `slipstream certs` makes the certificates"
         )
     for path in exposed_secrets(config):
         log.warning("secret_readable_by_all", path=str(path), remedy=f"chmod 600 {path}")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.startswith("unix:"):
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

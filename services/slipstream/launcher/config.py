@@ -93,6 +93,9 @@ class LauncherSection(BaseConfig):
     log_kept_files: int = Field(default=2, ge=0, le=100)
     """Older logs of a service that are kept; of what it printed, one at most."""
 
+    metrics: bool = True
+    """Serve Prometheus metrics of every service, each on a loopback port of its own."""
+
 
 class EvaluationSection(BaseConfig):
     """Held-out problems, asked greedily through the same router, prefill and decode workers."""

@@ -87,32 +87,46 @@ def bindable(port: int) -> bool:
     return True
 
 
-def assign_endpoints(path: Path, replicas: Iterable[str], lease: PortLease) -> dict[str, str]:
-    """Give every replica an address `host:port`, keeping those that `path` has and that are still free."""
-    known = read_endpoints(path) if path.exists() else {}
-    candidates = iter(candidate_ports())
-    endpoints: dict[str, str] = {}
-    for replica in replicas:
-        kept = known.get(replica)
-        if kept is not None and lease.try_take(port_of(kept)):
-            endpoints[replica] = kept
-        else:
-            endpoints[replica] = f"{LOOPBACK}:{lease.take_any(candidates)}"
-    write_endpoints(path, endpoints)
-    return endpoints
+def assign_endpoints(
+    path: Path, replicas: Iterable[str], lease: PortLease, *, metrics: bool = False
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Give every replica an address `host:port`, keeping those that `path` has and that are still free.
+
+    Returns the addresses of the services and, with `metrics`, those of their metrics.
+    """
+    replicas, candidates = list(replicas), iter(candidate_ports())
+
+    def assign(known: dict[str, str]) -> dict[str, str]:
+        return {replica: _assign(known.get(replica), lease, candidates) for replica in replicas}
+
+    endpoints = assign(read_endpoints(path) if path.exists() else {})
+    metrics_endpoints = assign(read_endpoints(path, "metrics") if path.exists() else {}) if metrics else {}
+    write_endpoints(path, endpoints, metrics_endpoints)
+    return endpoints, metrics_endpoints
+
+
+def _assign(kept: str | None, lease: PortLease, candidates: Iterator[int]) -> str:
+    if kept is not None and lease.try_take(port_of(kept)):
+        return kept
+    return f"{LOOPBACK}:{lease.take_any(candidates)}"
 
 
 def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def read_endpoints(path: Path) -> dict[str, str]:
-    return {name: str(address) for name, address in tomllib.loads(path.read_text())["endpoints"].items()}
+def read_endpoints(path: Path, table: str = "endpoints") -> dict[str, str]:
+    """Addresses by replica; `table` is "endpoints", or "metrics", which may be absent."""
+    tables = {"metrics": {}, **tomllib.loads(path.read_text())}
+    return {name: str(address) for name, address in tables[table].items()}
 
 
-def write_endpoints(path: Path, endpoints: dict[str, str]) -> None:
+def write_endpoints(path: Path, endpoints: dict[str, str], metrics: dict[str, str] | None = None) -> None:
     lines = ["# Address of every service of this run; kept over restarts.", "[endpoints]"]
     lines += [f'{replica} = "{address}"' for replica, address in endpoints.items()]
+    if metrics:
+        lines += ["", "# Where each serves Prometheus metrics, as http://ADDRESS/metrics.", "[metrics]"]
+        lines += [f'{replica} = "{address}"' for replica, address in metrics.items()]
     staged = path.with_suffix(".tmp")
     staged.write_text("\n".join(lines) + "\n")
     staged.replace(path)

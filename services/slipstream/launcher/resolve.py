@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream.common.config import ConfigError, ServiceConfig
+from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
 from slipstream.common.config_errors import Origins, explain
 from slipstream.launcher.combinations import check_combinations
 from slipstream.launcher.config import FILLED, REPLICATED, SERVICES, RunConfig
@@ -36,15 +36,21 @@ def resolve(
     endpoints: Mapping[str, str],
     *,
     redis_url: str,
+    metrics: Mapping[str, str] | None = None,
     origins: Origins | None = None,
 ) -> dict[str, ServiceConfig]:
     """The configuration of each process. Raises `ConfigError` for what does not fit together."""
     shared = _shared_values(config, run, endpoints)
     origins = origins or Origins()
-    return {
+    configs = {
         replica: _resolve_one(config, run, replica, address, shared, redis_url, origins)
         for replica, address in endpoints.items()
     }
+    for replica, address in (metrics or {}).items():
+        configs[replica] = configs[replica].model_copy(
+            update={"metrics": MetricsConfig(host=LOOPBACK, port=port_of(address))}
+        )
+    return configs
 
 
 def check(config: RunConfig, origins: Origins | None = None) -> None:

@@ -20,7 +20,7 @@ from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import replicas_of, resolve
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
-from slipstream.launcher.services import access_to, service_specs, write_configs
+from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
 from slipstream.launcher.supervisor import Supervisor
 from slipstream.launcher.valkey import socket_path, valkey_spec
@@ -44,10 +44,13 @@ async def _run_rl(
     config: RunConfig, run: RunDir, socket: Path, lease: PortLease, display: Display, *, stay_up: bool
 ) -> int:
     try:
-        endpoints = assign_endpoints(run.endpoints_file, replicas_of(config), lease)
-        configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}")
+        endpoints, metrics = assign_endpoints(
+            run.endpoints_file, replicas_of(config), lease, metrics=config.launcher.metrics
+        )
+        configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}", metrics=metrics)
         run.config_file.write_text(dump_toml(config))
         write_configs(run, configs)
+        write_targets(run, metrics)
     except OSError as error:
         raise RunDirError(f"{run.path} cannot be written: {error.strerror}") from None
     run.record("run_started", argv=sys.argv[1:])

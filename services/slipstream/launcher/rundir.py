@@ -38,6 +38,11 @@ class RunDir:
         return self.path / "endpoints.toml"
 
     @property
+    def targets_file(self) -> Path:
+        """Where the metrics are, as Prometheus's `file_sd_configs` wants it."""
+        return self.path / "prometheus_targets.json"
+
+    @property
     def token_file(self) -> Path:
         return self.path / "token"
 

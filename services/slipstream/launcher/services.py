@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -26,6 +27,15 @@ def write_configs(run: RunDir, configs: Mapping[str, ServiceConfig]) -> None:
     """Write one file a process: what `slipstream-<service> @ FILE` takes."""
     for replica, config in configs.items():
         run.service_config(replica).write_text(dump_toml(config))
+
+
+def write_targets(run: RunDir, metrics: Mapping[str, str]) -> None:
+    """Name every service's metrics for Prometheus's `file_sd_configs`."""
+    targets = [
+        {"targets": [address], "labels": {"run": run.name, "service": service_of(replica), "replica": replica}}
+        for replica, address in metrics.items()
+    ]
+    run.targets_file.write_text(json.dumps(targets, indent=1) + "\n")
 
 
 def service_of(replica: str) -> str:

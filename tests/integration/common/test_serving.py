@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import REGISTRY
 
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
@@ -310,3 +311,26 @@ async def test_bytes_that_are_no_message_are_refused_after_the_token(make_config
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await (done.read() if method == "WatchWorkers" else done)
         assert error.value.code().name == code
+
+
+async def test_calls_are_counted_by_method_and_by_the_code_they_ended_with(make_config):
+    async def refuse_second():
+        calls.append(1)
+        if len(calls) == 2:
+            raise errors.PoolSaturated("full")
+
+    def count(code: str) -> float:
+        labels = {"method": f"/{ROUTER}/Place", "code": code}
+        return REGISTRY.get_sample_value("slipstream_rpcs_total", labels) or 0.0
+
+    calls: list[int] = []
+    before = {code: count(code) for code in ("OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")}
+    async with calling(make_config(), Router(refuse_second)) as (_, stub):
+        await stub.Place(PLACE)
+        for request in (PLACE, routing_pb2.PlaceRequest()):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Place(request)
+    assert {code: count(code) - n for code, n in before.items()} == dict.fromkeys(before, 1.0)
+    latency = REGISTRY.get_sample_value("slipstream_rpc_latency_seconds_count", {"method": f"/{ROUTER}/Place"})
+    assert latency is not None
+    assert latency >= 3

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import re
+import socket
+import time
+import urllib.request
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
+from slipstream.common.metrics import Reading, RpcMetrics, serve_metrics
+
+MODULES = (
+    "slipstream.common.metrics",
+    "slipstream.broadcaster.telemetry",
+    "slipstream.engine.worker.telemetry",
+    "slipstream.orchestrator.telemetry",
+    "slipstream.router.telemetry",
+    "slipstream.runner.telemetry",
+    "slipstream.sandbox.execution",
+    "slipstream.sandbox.leases",
+    "slipstream.trainer.telemetry",
+)
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+
+
+@pytest.fixture
+def reading():
+    """Makes readings that are gone from the registry afterwards."""
+    made = []
+
+    def make(*arguments):
+        made.append(Reading(*arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        REGISTRY.unregister(one)
+
+
+def test_a_reading_is_what_its_owner_says_at_each_scrape(reading):
+    values = {"a": 1, "b": 2}
+    reading("gauge", "test_things", "Things.", ["kind"]).read_from(lambda: values)
+    assert REGISTRY.get_sample_value("test_things", {"kind": "b"}) == 2
+    values["b"] = 5
+    assert REGISTRY.get_sample_value("test_things", {"kind": "b"}) == 5
+
+
+def test_a_counter_that_is_read_has_the_suffix_and_no_samples_before_it_has_a_reader(reading):
+    counter = reading("counter", "test_events", "Events.")
+    assert REGISTRY.get_sample_value("test_events_total") is None
+    counter.read_from(lambda: 7)
+    assert REGISTRY.get_sample_value("test_events_total") == 7
+
+
+def test_a_table_that_changes_while_it_is_read_is_read_again(reading):
+    calls = []
+
+    def read():
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("dictionary changed size during iteration")
+        return 1.0
+
+    reading("gauge", "test_racing", "Racing.").read_from(read)
+    assert REGISTRY.get_sample_value("test_racing") == 1.0
+    assert len(calls) == 3
+
+
+def test_metrics_are_served_over_http_until_they_are_ended():
+    RpcMetrics("/test/Served").ended("OK", time.perf_counter())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port)))
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            families = {family.name for family in text_string_to_metric_families(answer.read().decode())}
+        assert {"slipstream_rpcs", "slipstream_rpc_latency_seconds", "process_open_fds"} <= families
+    finally:
+        end()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_taken_metrics_port_refuses_the_start():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot serve metrics on 127"):
+            serve_metrics(ServiceConfig(metrics=MetricsConfig(port=taken.getsockname()[1])))
+
+
+def test_metrics_off_loopback_are_refused_without_tls():
+    with pytest.raises(ConfigError, match="tls"):
+        serve_metrics(ServiceConfig(metrics=MetricsConfig(host="0.0.0.0", port=1)))
+
+
+def test_every_metric_is_documented_with_its_kind_and_labels_and_nothing_else_is():
+    for module in MODULES:
+        import_module(module)
+    declared = {}
+    for collector in {id(c): c for c in REGISTRY._names_to_collectors.values()}.values():
+        for family in collector.describe() if hasattr(collector, "describe") else ():
+            if family.name.startswith("slipstream_"):
+                labels = getattr(collector, "_labelnames", None) or getattr(collector, "_labels", None) or ()
+                kind = family.type + (" by " + ", ".join(f"`{label}`" for label in labels) if labels else "")
+                declared[family.name] = kind
+    rows = re.findall(r"^\| `(slipstream_\w+)` \| [^|]+ \| ([^|]+) \|", OPERATIONS.read_text(), re.MULTILINE)
+    documented = dict(rows)
+    assert len(rows) == len(documented)
+    assert documented == declared
