@@ -27,7 +27,7 @@ paused = Reading("gauge", "slipstream_orchestrator_paused", "1 while admission i
 step = Reading("gauge", "slipstream_orchestrator_trained_step", "Last step trained.")
 published_step = Reading("gauge", "slipstream_orchestrator_published_step", "Newest step published.")
 serving_step = Reading("gauge", "slipstream_orchestrator_serving_step", "Step that groups are dispatched at.")
-journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Size of the journal.")
+journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Bytes of the journal on disk.")
 
 groups_ended = Counter(
     "slipstream_orchestrator_groups_ended",
@@ -61,4 +61,4 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     step.read_from(lambda: state.step)
     published_step.read_from(lambda: state.published.step)
     serving_step.read_from(lambda: state.serving.step)
-    journal_bytes.read_from(lambda: journal.path.stat().st_size)
+    journal_bytes.read_from(lambda: sum(file.stat().st_size for file in journal.path.parent.iterdir()))

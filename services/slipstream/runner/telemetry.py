@@ -14,7 +14,9 @@ groups_running = Reading("gauge", "slipstream_runner_groups_running", "Groups be
 groups_limit = Reading("gauge", "slipstream_runner_groups_limit", "The most groups run at once.")
 spool_bytes = Reading("gauge", "slipstream_runner_spool_bytes", "Bytes of rows held for the trainer.")
 spool_limit_bytes = Reading("gauge", "slipstream_runner_spool_limit_bytes", "At this many no group is taken.")
-rollout_log_bytes = Reading("gauge", "slipstream_runner_rollout_log_bytes", "Size of the rollout log.")
+rollout_log_stuck = Reading(
+    "gauge", "slipstream_runner_rollout_log_stuck", "1 while rollouts wait for room on the disk."
+)
 rollouts = Counter("slipstream_runner_rollouts", "Rollouts finished, by environment.", ["environment"])
 turns = Counter("slipstream_runner_turns", "Model turns of a group that ended, by outcome.", ["outcome"])
 environment_failures = Counter(
@@ -34,4 +36,4 @@ def observe(running_count: Callable[[], int], max_running: int, spool: Spool, ro
     groups_limit.read_from(lambda: max_running)
     spool_bytes.read_from(lambda: spool.size_bytes)
     spool_limit_bytes.read_from(lambda: spool.limit_bytes)
-    rollout_log_bytes.read_from(lambda: rollout_log.size_bytes)
+    rollout_log_stuck.read_from(lambda: rollout_log.full)

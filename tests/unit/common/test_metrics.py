@@ -105,7 +105,7 @@ def test_every_metric_is_documented_with_its_kind_and_labels_and_nothing_else_is
         import_module(module)
     declared = {}
     for collector in {id(c): c for c in REGISTRY._names_to_collectors.values()}.values():
-        for family in collector.describe() if hasattr(collector, "describe") else ():
+        for family in getattr(collector, "describe", tuple)():
             if family.name.startswith("slipstream_"):
                 labels = getattr(collector, "_labelnames", None) or getattr(collector, "_labels", None) or ()
                 kind = family.type + (" by " + ", ".join(f"`{label}`" for label in labels) if labels else "")
