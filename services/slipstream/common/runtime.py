@@ -30,7 +30,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from slipstream.common import metrics
+from slipstream.common import metrics, telemetry
 from slipstream.common.addresses import is_loopback
 from slipstream.common.auth import Access, TokenCheck, exposed_secrets
 from slipstream.common.channel import SERVER_OPTIONS

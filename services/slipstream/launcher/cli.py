@@ -31,6 +31,7 @@ usage: slipstream COMMAND
   status [RUN]                                show each service of a run, its version and its load
   stop [RUN]                                  end a run and wait until nothing of it is left
   report [RUN]                                make report.json and report.html of a run again
+  plot [RUN] [--metric NAME]... [--follow]    draw rewards, lag, speed, mismatch and phases in the terminal
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
   --version                                   print the version
 
@@ -129,6 +130,12 @@ def _doctor(arguments: list[str]) -> int:
     return run_doctor(arguments)
 
 
+def _plot(arguments: list[str]) -> int:
+    from slipstream.launcher.plot import plot
+
+    return plot(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -180,6 +187,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "status": _status,
     "stop": _stop,
     "report": _report,
+    "plot": _plot,
     "doctor": _doctor,
     "--version": _version,
 }

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.launcher.cli import main
+from slipstream.launcher.plot import WIDTH, collect
+from slipstream.launcher.records import read_json_lines
+
+RECORDED = Path(__file__).with_name("recorded_metrics.jsonl")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run directory that holds the recorded metrics; commands are typed beside it."""
+    path = tmp_path / "runs" / "recorded"
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text("")
+    (path / "metrics.jsonl").write_text(RECORDED.read_text())
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def plot(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", *arguments])
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out, shown.err
+
+
+def test_the_overview_fits_a_terminal_and_has_no_colours_in_a_pipe(run, capsys):
+    code, out, _ = plot(capsys)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "recorded: 25 steps"
+    assert max(map(len, lines)) <= WIDTH
+    assert "\x1b" not in out
+    for title in (
+        "reward by environment",
+        "accuracy",
+        "lag of trained",
+        "tokens sampled",
+        "mismatch",
+        "a step's phases",
+    ):
+        assert any(line.startswith(title) for line in lines), title
+    assert "expression" in out
+    assert "spell_backward" in out
+
+
+def test_a_rising_line_rises(run, capsys):
+    steps = [{"kind": "step", "step": step, "loss": float(step)} for step in range(1, 10)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in steps))
+    _, out, _ = plot(capsys, "recorded", "--metric", "loss")
+    rows = [line.partition("│")[2] for line in out.splitlines() if "│" in line]
+    columns = [row.index("•") for row in rows]
+    assert columns == sorted(columns, reverse=True)
+    assert len(rows) == 9
+    assert out.splitlines()[-1].split() == ["1", "step", "9"]
+
+
+def test_a_metric_by_name_is_drawn_alone_also_from_a_path(run, capsys):
+    code, out, _ = plot(capsys, str(run), "--metric=grad_norm")
+    assert code == 0
+    assert "grad_norm" in out
+    assert "reward" not in out
+
+
+def test_an_unknown_metric_or_run_gets_one_line_with_what_was_meant(run, capsys):
+    assert plot(capsys, "--metric", "gradnorm")[::2] == (
+        2,
+        "error: no metric called 'gradnorm'; did you mean 'grad_norm'?\n",
+    )
+    code, _, error = plot(capsys, "nowhere")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "nowhere" in error
+    code, _, error = plot(capsys, "--metrics", "loss")
+    assert (code, error.count("\n")) == (2, 1)
+
+
+def test_a_run_that_has_just_begun_or_is_writing_is_no_error(run, capsys):
+    (run / "metrics.jsonl").unlink()
+    assert plot(capsys, "--metric", "loss") == (0, "recorded: 0 steps, nothing to draw yet\n", "")
+    (run / "metrics.jsonl").write_text('{"kind":"step","step":1,"loss":0.5}\n{"kind":"step","st')
+    code, out, _ = plot(capsys)
+    assert (code, out.splitlines()[0]) == (0, "recorded: 1 steps, nothing to draw yet")
+    assert "loss 0.5" in plot(capsys, "--metric", "loss")[1]
+
+
+def test_following_a_run_that_has_ended_shows_it_and_ends(run, capsys):
+    code, out, _ = plot(capsys, "--follow")
+    assert code == 0
+    assert out.count("recorded: 25 steps") == 1
+
+
+def test_a_step_trained_again_counts_once_and_its_last_record_stands():
+    records = [{"kind": "step", "step": 1, "loss": 1.0}, {"kind": "step", "step": 1, "loss": 2.0}]
+    assert collect(records)["loss"] == {"loss": [(1, 2.0)]}
+    assert set(collect(read_json_lines(RECORDED))["reward_by_environment"]) == {"spell_backward", "expression"}
