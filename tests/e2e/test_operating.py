@@ -21,6 +21,7 @@ from run_process import environment
 
 from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
+from slipstream.launcher.certs import make_certificates
 
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
@@ -161,3 +162,17 @@ async def check(address: str, token: str | None, service: subprocess.Popen[bytes
             assert any(name.startswith("slipstream.api.") for name in names), names
             break
     assert service.poll() is None
+
+
+def test_a_run_over_mutual_tls_finishes_and_answers_status(launch, tmp_path):
+    """The certificates are named as `examples/tls.toml` names them, relative to where the command is typed."""
+    make_certificates(tmp_path / "certs", [], 1)
+    overlay = Path(__file__).parents[2] / "examples" / "tls.toml"
+    run = launch("secured", "@", str(overlay), "--orchestrator.total-steps", "2")
+    run.wait_up()
+    status = run.slipstream("status", "runs/secured")
+    assert "away" not in status.stdout, status.stdout
+    assert run.end(120.0) == 0, run.output
+    logs = {path.stem: path.read_text() for path in (run.path / "logs").glob("*.log") if path.stem != "valkey"}
+    assert len(logs) == 8
+    assert [name for name, text in logs.items() if "mutual TLS, token" not in text] == []

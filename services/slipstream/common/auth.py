@@ -17,40 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-import grpc
-
-from slipstream.common.config import ConfigError, ServiceConfig, TlsConfig
+from slipstream.common.config import ConfigError, ServiceConfig
 from slipstream.common.errors import Unauthenticated
+from slipstream.common.tls import TlsMaterial, read_file
 
 HEADER = "authorization"
 EXEMPT = ("/grpc.health.v1.Health/",)
-
-
-@dataclass(frozen=True)
-class TlsMaterial:
-    """PEM bytes of one process's certificate, its key, and the authority that both ends trust."""
-
-    certificate: bytes
-    key: bytes = field(repr=False)
-    authority: bytes
-
-    @classmethod
-    def load(cls, config: TlsConfig) -> Self | None:
-        """What the files hold, or None where none is configured. Raises `ConfigError`."""
-        if config.cert_file is None or config.key_file is None or config.ca_file is None:
-            return None
-        return cls(
-            _read(config.cert_file, "tls.cert_file"),
-            _read(config.key_file, "tls.key_file"),
-            _read(config.ca_file, "tls.ca_file"),
-        )
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        pairs = [(self.key, self.certificate)]
-        return grpc.ssl_server_credentials(pairs, self.authority, require_client_auth=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +43,7 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        token = _read(path, "auth.token_file").decode("ascii").strip()
+        token = read_file(path, "auth.token_file").decode("ascii").strip()
     except UnicodeDecodeError:
         raise ConfigError(f"auth.token_file: {path} holds more than ASCII text, so no token") from None
     if not token:
@@ -91,13 +63,6 @@ def exposed_secrets(config: ServiceConfig) -> list[Path]:
     """Files with a secret that others than their owner and its group can read."""
     named = [path for path in (config.auth.token_file, config.tls.key_file) if path is not None]
     return [path for path in named if path.stat().st_mode & stat.S_IROTH]
-
-
-def _read(path: Path, key: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{key}: {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 class TokenCheck:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -26,9 +27,9 @@ RUN_MODULES = (
 """What a run of all services on one machine imports beyond the base dependencies: the extra `demo`."""
 
 
-def missing_modules() -> list[str]:
-    """Those of `RUN_MODULES` that are not installed."""
-    return [name for name in RUN_MODULES if importlib.util.find_spec(name) is None]
+def missing_modules(names: Sequence[str] = RUN_MODULES) -> list[str]:
+    """Those of `names` that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def explain(program: str, modules: list[str], extra: str = "demo") -> str:

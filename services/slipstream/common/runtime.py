@@ -7,6 +7,7 @@
 |---|---|---|---|
 | the service's own | what it says | what it says | a loop that raises or returns ends the process non-zero |
 | loop_lag | nothing | a timer | itself |
+| certificate (over TLS) | nothing | its clock | time |
 
 Stop order on SIGTERM or SIGINT: health says NOT_SERVING and new calls are refused; long polls and watches
 end; `on_drain` hands work back; open calls finish within `drain_timeout_s`; loops are cancelled.
@@ -23,6 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -37,6 +39,7 @@ from slipstream.common.channel import SERVER_OPTIONS
 from slipstream.common.config import ConfigError, ServiceConfig, cli, host_port
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.handlers import Drain, HandlerRegistrar, ends_on_drain
+from slipstream.common.tls import try_certificates, watch_certificate
 
 __all__ = [
     "Service",
@@ -73,6 +76,7 @@ class Service:
     def __init__(self, config: ServiceConfig, servicers: Servicers) -> None:
         access = Access.from_config(config)
         _refuse_exposure(config, access)
+        self.certificate_ends_s = try_certificates(config.tls)
         self.config = config
         self.drain = Drain()
         self.names = ["", *(name for _, _, name in servicers)]
@@ -187,6 +191,8 @@ async def serve(
             await on_start(service.port)
         async with asyncio.TaskGroup() as group:
             everything = {**(loops or {}), "loop_lag": _watch_loop_lag}
+            if service.certificate_ends_s is not None:
+                everything["certificate"] = partial(watch_certificate, service.certificate_ends_s)
             tasks = [group.create_task(_never_return(name, loop), name=name) for name, loop in everything.items()]
             if ready is not None:
                 tasks.append(group.create_task(_report_ready(service, ready), name="ready"))

@@ -15,7 +15,7 @@ from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_errors import suggest
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
-from slipstream.common.extras import explain, foreign, missing_modules
+from slipstream.common.extras import RUN_MODULES, explain, foreign, missing_modules
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run, shown
 
@@ -33,6 +33,8 @@ usage: slipstream COMMAND
   report [RUN]                                make report.json and report.html of a run again
   plot [RUN] [--metric NAME]... [--follow]    draw rewards, lag, speed, mismatch and phases in the terminal
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
+  prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
+  certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services
   --version                                   print the version
 
 RUN is a name in runs/ or a path; without it, the newest run is meant. `rl`, `up` and `sft` also take
@@ -136,6 +138,18 @@ def _plot(arguments: list[str]) -> int:
     return plot(arguments)
 
 
+def _prepare(arguments: list[str]) -> int:
+    from slipstream.launcher.prepare import run_prepare
+
+    return run_prepare(arguments)
+
+
+def _certs(arguments: list[str]) -> int:
+    from slipstream.launcher.certs import run_certs
+
+    return run_certs(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -146,20 +160,26 @@ def _version(arguments: list[str]) -> int:
     return 0
 
 
-def load(arguments: Sequence[str], program: str) -> RunConfig | None:
-    """The configuration of a run, or None when it was only to be shown or explained."""
+def load(
+    arguments: Sequence[str],
+    program: str,
+    config_class: type[RunConfig] | None = None,
+    modules: Sequence[str] = RUN_MODULES,
+) -> RunConfig | None:
+    """The configuration of a run, or None when it was only to be shown or explained. `modules` must be installed."""
     from slipstream.launcher.config import RUN_CONFIG
     from slipstream.launcher.resolve import check
 
+    config_class = config_class or RUN_CONFIG
     given = parse_arguments(arguments)
     if given.help is not None:
-        print(help_text(RUN_CONFIG, program, given.help))
+        print(help_text(config_class, program, given.help))
         return None
     if not given.files and not given.overrides:
         raise ConfigError(f"no configuration is given; for the demo: {program} @ examples/demo.toml")
-    config, origins = load_with_origins(RUN_CONFIG, given.files, given.overrides)
+    config, origins = load_with_origins(config_class, given.files, given.overrides)
     check(config, origins)
-    missing = missing_modules()
+    missing = missing_modules(modules)
     if missing and not given.dry_run:
         raise LauncherError(explain(program, missing))
     if missing:
@@ -189,5 +209,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "plot": _plot,
     "doctor": _doctor,
+    "prepare": _prepare,
+    "certs": _certs,
     "--version": _version,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
+from slipstream.common.tls import try_certificates
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
@@ -23,6 +24,7 @@ PROBE_TIMEOUT_S = 120.0
 
 def preflight(config: RunConfig, origins: Origins) -> None:
     """Raise `ConfigError` for the first thing that is not what it should be."""
+    try_certificates(config.tls)
     trainer: Any = config.section("trainer")
     start = TrainerConfig(model=config.model, initial_model=trainer.initial_model)
     if trainer.initial_model is None:

@@ -16,6 +16,7 @@ from slipstream.launcher.ports import LOOPBACK, port_of
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
 
+ANYWHERE = "0.0.0.0"
 MAX_DRAIN_S = 5.0
 DRAIN_FRACTION = 0.25
 """Part of the stop timeout that a service may drain for; it is killed some seconds later."""
@@ -38,12 +39,16 @@ def resolve(
     redis_url: str,
     metrics: Mapping[str, str] | None = None,
     origins: Origins | None = None,
+    elsewhere: bool = False,
 ) -> dict[str, ServiceConfig]:
-    """The configuration of each process. Raises `ConfigError` for what does not fit together."""
+    """The configuration of each process. Raises `ConfigError` for what does not fit together.
+
+    `elsewhere`: each on a host of its own, on whose every address it listens, and whoever starts it takes its log.
+    """
     shared = _shared_values(config, run, endpoints)
     origins = origins or Origins()
     configs = {
-        replica: _resolve_one(config, run, replica, address, shared, redis_url, origins)
+        replica: _resolve_one(config, run, replica, address, shared, redis_url, origins, elsewhere)
         for replica, address in endpoints.items()
     }
     for replica, address in (metrics or {}).items():
@@ -69,6 +74,7 @@ def _resolve_one(
     shared: Mapping[str, Any],
     redis_url: str,
     origins: Origins,
+    elsewhere: bool,
 ) -> ServiceConfig:
     service = service_of(replica)
     config_class = SERVICES[service]
@@ -78,12 +84,12 @@ def _resolve_one(
         "run_id": run.name,
         "run_dir": run.path,
         "replica": replica,
-        "listen": {"host": LOOPBACK, "port": port_of(address)},
+        "listen": _listen(address, elsewhere),
         "auth": {"token_file": run.token_file},
         "tls": config.tls,
         "log": {
             "level": config.launcher.log_level,
-            "file": run.log_file(replica),
+            "file": None if elsewhere else run.log_file(replica),
             "limit_bytes": config.launcher.log_limit_bytes,
             "kept_files": config.launcher.log_kept_files,
         },
@@ -99,6 +105,12 @@ def _resolve_one(
         return config_class.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(config_class, error, origins, service)) from None
+
+
+def _listen(address: str, elsewhere: bool) -> dict[str, Any]:
+    if elsewhere:
+        return {"host": ANYWHERE, "port": port_of(address), "advertise": address}
+    return {"host": LOOPBACK, "port": port_of(address)}
 
 
 def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str]) -> dict[str, Any]:

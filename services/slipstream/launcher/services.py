@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.common.auth import Access, TlsMaterial, read_token
+from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig, TlsConfig, dump_toml
+from slipstream.common.tls import TlsMaterial
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.rundir import RunDir
 
