@@ -33,6 +33,7 @@ loop_lag = Histogram(
 loop_lag_max = Gauge(
     "slipstream_event_loop_lag_max_seconds", "The latest that a timer of the event loop fired, since the start."
 )
+loop_tasks = Gauge("slipstream_event_loop_tasks", "Tasks of the event loop, at the last look.")
 rpcs = Counter("slipstream_rpcs", "Calls answered, by method and status code.", ["method", "code"])
 rpc_latency = Histogram(
     "slipstream_rpc_latency_seconds",

@@ -231,6 +231,7 @@ async def _watch_loop_lag() -> NoReturn:
         await asyncio.sleep(LAG_INTERVAL_S)
         lag_s = max(0.0, time.monotonic() - due_s)
         metrics.loop_lag.observe(lag_s)
+        metrics.loop_tasks.set(len(asyncio.all_tasks()))
         if lag_s > most_s:
             most_s = lag_s
             metrics.loop_lag_max.set(most_s)
