@@ -9,6 +9,7 @@ Codes are picked by the caller's next move: fix the request (INVALID_ARGUMENT), 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, ClassVar
@@ -501,7 +502,11 @@ def _cut(text: str, max_chars: int) -> str:
 async def abort(context: grpc.aio.ServicerContext, error: SlipstreamError) -> None:
     """End the call with the status of `error`. Raises, as every abort does."""
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.InternalError as failed:  # a message the client does not take is in the way of the status
+        log.info("status_not_sent", reason=error.reason, detail=str(failed))
+        raise asyncio.CancelledError from None
 
 
 @asynccontextmanager
