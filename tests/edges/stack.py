@@ -18,7 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from http2 import SilentClient
 from run_process import RunProcess, read_lines
 
-from slipstream.common.channel import open_channel, read_token
+from slipstream.common.auth import Access, read_token
+from slipstream.common.channel import open_channel
 from slipstream.launcher.ports import read_endpoints
 
 REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
@@ -63,7 +64,7 @@ class Stack:
     async def discover(self) -> None:
         """Ask every server by reflection what it serves."""
         for replica in REPLICAS:
-            opened: Any = open_channel(self.endpoints[replica], self.token)
+            opened: Any = open_channel(self.endpoints[replica], Access(self.token))
             async with opened as channel:
                 stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
                 request = reflection_pb2.ServerReflectionRequest(list_services="")

@@ -522,6 +522,9 @@ async def refuse(context: grpc.aio.ServicerContext, error: Exception, **fields: 
     """End the call with what `error` means to the caller; an unexpected one stays in our log."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # the connection broke under a message
+        log.info("client_gone", **fields)
+        raise asyncio.CancelledError from None
     if isinstance(error, grpc.aio.AioRpcError):  # from a peer: its reason travels on
         error = from_rpc_error(error)
     if isinstance(error, SlipstreamError):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import grpc
 import structlog
@@ -19,7 +20,7 @@ import structlog
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.run.v1 import run_pb2
-from slipstream.common.errors import SlipstreamError, VersionNotNewer, from_rpc_error
+from slipstream.common.errors import SlipstreamError, Unreachable, VersionNotNewer, from_rpc_error
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.config import KeeperConfig, WorkerConfig
 from slipstream.orchestrator.metrics import MetricsFile
@@ -171,9 +172,9 @@ class VersionKeeper:
             worker_epoch=worker.epoch,
         )
         try:
-            await worker.stub.BeginUpdate(request, timeout=self.config.begin_timeout_s)
-        except grpc.aio.AioRpcError as error:
-            await self._failed(worker, "begin", version, from_rpc_error(error))
+            await self._answered(worker, worker.stub.BeginUpdate(request, timeout=self.config.begin_timeout_s))
+        except SlipstreamError as error:
+            await self._failed(worker, "begin", version, error)
             return None
         return update_id
 
@@ -181,14 +182,13 @@ class VersionKeeper:
         started = self.clock()
         worker.updating = True
         try:
-            applied = await worker.stub.ApplyUpdate(
-                worker_pb2.ApplyUpdateRequest(update_id=update_id), timeout=self.config.apply_timeout_s
-            )
-            finished = await worker.stub.FinishUpdate(
-                worker_pb2.FinishUpdateRequest(update_id=update_id), timeout=self.config.apply_timeout_s
-            )
-        except grpc.aio.AioRpcError as error:
-            await self._failed(worker, "apply", version, from_rpc_error(error))
+            apply = worker_pb2.ApplyUpdateRequest(update_id=update_id)
+            finish = worker_pb2.FinishUpdateRequest(update_id=update_id)
+            timeout_s = self.config.apply_timeout_s
+            applied = await self._answered(worker, worker.stub.ApplyUpdate(apply, timeout=timeout_s))
+            finished = await self._answered(worker, worker.stub.FinishUpdate(finish, timeout=timeout_s))
+        except SlipstreamError as error:
+            await self._failed(worker, "apply", version, error)
             return
         finally:
             worker.updating = False
@@ -269,6 +269,20 @@ class VersionKeeper:
         if lowest > self.serving:
             self.serving = lowest
             self.on_serving(lowest)
+
+    async def _answered(self, worker: Worker, call: Any) -> Any:
+        """A worker's answer. One that is away meanwhile is not waited for: the others wait for it to be updated."""
+        answer = asyncio.ensure_future(call)
+        try:
+            while not answer.done():
+                await asyncio.wait({answer}, timeout=self.config.poll_interval_s)
+                if not answer.done() and not self._reachable(worker):
+                    raise Unreachable(f"{worker.replica} is away", replica=worker.replica)
+            return answer.result()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            answer.cancel()
 
     def _reachable(self, worker: Worker) -> bool:
         return self.clock() - worker.seen_at <= self.config.away_after_s

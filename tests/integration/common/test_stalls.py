@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.common import errors, handlers
+from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.frames import encode_data, raw_requests
 from slipstream.common.runtime import Service
@@ -63,7 +64,7 @@ async def served(
     service = Service(make_config(), [(ADD, servicer, "slipstream.api.broadcast.v1.BroadcastService")])
     await service.start()
     servicer.port = service.port
-    async with open_channel(f"127.0.0.1:{service.port}") as channel:
+    async with open_channel(f"127.0.0.1:{service.port}", Access()) as channel:
         yield servicer, broadcast_pb2_grpc.BroadcastServiceStub(as_any(channel))
     await service.server.stop(None)
 
@@ -86,7 +87,7 @@ async def test_many_streams_that_nobody_reads_hold_up_no_other_caller(served):
     servicer, stub = served
     calls = [stub.FetchSlices(FETCH, timeout=30) for _ in range(20)]
     await asyncio.wait_for(servicer.ended.wait(), 10)  # by now all of them are full
-    async with open_channel(f"127.0.0.1:{servicer.port}") as channel:
+    async with open_channel(f"127.0.0.1:{servicer.port}", Access()) as channel:
         other = broadcast_pb2_grpc.BroadcastServiceStub(as_any(channel))
         for _ in range(20):
             started_s = time.monotonic()

@@ -6,12 +6,16 @@ import asyncio
 import json
 from contextlib import suppress
 
+import grpc
+import numpy as np
 import pytest
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.errors import from_rpc_error
 from slipstream.common.state import SERVING
 from slipstream.common.version import PolicyVersion
+from slipstream.weights.manifest import Probe
 
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
 SERVING_STATE, STALE_STATE = worker_pb2.WORKER_STATE_SERVING, worker_pb2.WORKER_STATE_STALE
@@ -104,6 +108,38 @@ async def test_a_wrong_probe_puts_the_old_weights_back(cluster, refusal):
     await cluster.publish(V2, probe_error=0.5)
     await decoder.control.BeginUpdate(begin(V2))
     assert await refusal(decoder.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id="u"))) == "PROBE_FAILED"
+    described = await decoder.describe()
+    assert (described.state, PolicyVersion.from_proto(described.version)) == (STALE_STATE, V1)
+    await cluster.publish(V3)
+    await decoder.update(V3, "next")
+    assert (await decoder.describe()).state == SERVING_STATE
+
+
+def hostile(fault: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Weights that are sealed in good order and are none of this model's."""
+    name = min(tensors)
+    if fault == "not finite":
+        return {**tensors, name: np.full_like(tensors[name], np.nan)}
+    if fault == "another shape":
+        return {**tensors, name: np.zeros((3, 3), np.float32)}
+    if fault == "an unknown tensor":
+        return {**tensors, "edges": np.zeros(3, np.float32)}
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize("fault", ["not finite", "another shape", "an unknown tensor", "a missing tensor"])
+async def test_weights_that_are_none_of_the_models_never_serve_and_the_next_version_heals(cluster, refusal, fault):
+    from slipstream.models.qwen3_moe.state_dict import to_hf
+
+    _, decoder = cluster.members
+    tensors = {name: tensor.numpy() for name, tensor in to_hf(cluster.model(V2)).items()}
+    await cluster.transport.publish(V2, hostile(fault, tensors), Probe((1,), (), 1.0))  # and no probe to tell
+    try:
+        await decoder.control.BeginUpdate(begin(V2))
+        reason = await refusal(decoder.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id="u")))
+    except grpc.aio.AioRpcError as error:
+        reason = from_rpc_error(error).reason
+    assert reason == "WEIGHTS_CORRUPT"
     described = await decoder.describe()
     assert (described.state, PolicyVersion.from_proto(described.version)) == (STALE_STATE, V1)
     await cluster.publish(V3)

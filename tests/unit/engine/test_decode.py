@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
 
-from slipstream.common.errors import ContextTooLong, EngineFull, InvalidRequest, KvMismatch, KvUnknown, NoWeights
+from slipstream.common.errors import (
+    ContextTooLong,
+    EngineFull,
+    InvalidRequest,
+    KvMismatch,
+    KvUnknown,
+    NoWeights,
+    RequestIdReused,
+)
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.models.documents import Documents
@@ -208,3 +217,25 @@ async def test_operators_run_with_the_configured_number_of_threads():
     finally:
         await engine.stop()
     assert set(seen.values()) == {2}
+
+
+async def test_a_prefill_under_the_same_id_asks_for_the_same(prefiller):
+    first = await prefiller.prefill(prefill_request())
+    assert (await prefiller.prefill(prefill_request())).transfer_id == first.transfer_id
+    with pytest.raises(RequestIdReused):
+        await prefiller.prefill(prefill_request(prompt=PROMPT[:4]))
+    prefiller.release_kv("p")
+    assert (await prefiller.prefill(prefill_request(prompt=PROMPT[:4]))).token_count == 3
+    prefiller.release_kv("p")
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+async def test_a_temperature_near_nothing_is_greedy(engine, temperature):
+    sample = (await finish(engine, decode_request(temperature=temperature, max_new_tokens=6)))[0]
+    assert sample.token_ids == greedy(weights(1), PROMPT, 6)
+
+
+async def test_two_samples_of_one_id_are_refused(engine):
+    request = dataclasses.replace(decode_request(samples=2), sample_ids=("x", "x"))
+    with pytest.raises(InvalidRequest):
+        await finish(engine, request)

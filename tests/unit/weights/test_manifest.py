@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -80,3 +81,20 @@ def test_slices_with_a_hole_or_an_overlap_are_refused():
     for offsets in [(0, 0)], [(0, 0), (1, 0)], [(0, 0), (3, 0)]:
         with pytest.raises(WeightsCorrupt):
             check_geometry([replace(half, offsets=each) for each in offsets])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_though_every_checksum_fits(value):
+    slices, buffers = describe_tensors({"a.weight": np.array([1.0, value], np.float32)})
+    with pytest.raises(WeightsCorrupt, match="not finite"):
+        assemble(Manifest(PolicyVersion(1, 3), slices), bytearray(b"".join(buffers)))
+
+
+def test_a_tensor_in_thousands_of_slices_is_checked_in_no_time():
+    (part,), _ = describe_tensors({"a.weight": np.zeros((1, 4), np.float32)})
+    rows = [replace(part, global_shape=(4096, 4), offsets=(row, 0)) for row in range(4096)]
+    started_s = time.perf_counter()
+    check_geometry(rows)
+    with pytest.raises(WeightsCorrupt):
+        check_geometry([*rows[:-1], rows[0]])
+    assert time.perf_counter() - started_s < 5.0
