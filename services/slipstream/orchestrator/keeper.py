@@ -44,6 +44,8 @@ class Worker:
     version: PolicyVersion = UNSET
     seen_at: float = float("-inf")
     updating: bool = False
+    stale_reason: str = ""
+    """Its own sentence on why it is stale."""
     failures: int = 0
     retry_at: float = float("-inf")
 
@@ -257,6 +259,7 @@ class VersionKeeper:
         except grpc.aio.AioRpcError:
             return False
         version = PolicyVersion.from_proto(answer.version)
+        worker.stale_reason = answer.stale_reason
         if worker.state != answer.state and answer.state == worker_pb2.WORKER_STATE_STALE:
             log.warning("worker_stale", worker=worker.replica, reason=answer.stale_reason)
         return worker.see(answer.epoch, answer.state, version, self.clock())

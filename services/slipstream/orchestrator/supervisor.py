@@ -90,7 +90,9 @@ class Supervisor:
             return None
         for role in ("decode", "prefill"):
             if self._lasts(role, not self._keeper.routable(role)) > config.pool_timeout_s:
-                return f"the {role} pool had no routable worker for {config.pool_timeout_s:.0f} s"
+                stale = [w for w in self._keeper.workers if w.role == role and w.stale_reason]
+                why = "".join(f"; {worker.replica} is stale: {worker.stale_reason}" for worker in stale[:1])
+                return f"the {role} pool had no routable worker for {config.pool_timeout_s:.0f} s{why}"
         if self._lasts("runner", not self._sequencer.leases.runners) > config.pool_timeout_s:
             return f"no runner reported for {config.pool_timeout_s:.0f} s"
         if self._state.pauses:
