@@ -129,7 +129,7 @@ def hostile(fault: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("fault", ["not finite", "another shape", "an unknown tensor", "a missing tensor"])
 async def test_weights_that_are_none_of_the_models_never_serve_and_the_next_version_heals(cluster, refusal, fault):
-    from slipstream.models.qwen3_moe.state_dict import to_hf
+    from slipstream.models.checkpoint import to_hf
 
     _, decoder = cluster.members
     tensors = {name: tensor.numpy() for name, tensor in to_hf(cluster.model(V2)).items()}
