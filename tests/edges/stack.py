@@ -124,8 +124,6 @@ class Stack:
         """One value of what a process shows Prometheus."""
         host = self.endpoints[replica].rpartition(":")[0]
         port = self.run.setting(replica, "metrics", "port")
-        if not port:
-            return -1
         with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as page:
             lines = page.read().decode().splitlines()
         return float(next(line.rpartition(" ")[2] for line in lines if line.startswith(f"{name} ")))
