@@ -248,11 +248,14 @@ def memory_mb(pid: int) -> float | None:
 
 def disk_bytes(run: Path, name: str) -> int:
     """Bytes of a directory, or of a file and the older ones that it became."""
-    paths = [*(run / name).rglob("*")] if (run / name).is_dir() else [*run.glob(f"{name}*")]
+    if (run / name).is_dir():  # walked, since a folder may go while it is looked at
+        paths = [Path(folder, file) for folder, _, files in os.walk(run / name) for file in files]
+    else:
+        paths = [*run.glob(f"{name}*")]
     total = 0
     for path in paths:
         try:
-            total += path.stat().st_size if path.is_file() else 0
+            total += path.stat().st_size
         except FileNotFoundError:  # moved or pruned meanwhile
             continue
     return total

@@ -62,13 +62,18 @@ class RunState:
         self.accuracies: list[AccuracyResult] = []
         self.phase_fraction = 0.0
         self.pauses: dict[str, str] = {}
-        self.trainer_disk_full = False
-        """Whether the trainer waits for room, here or at the broadcaster."""
+        self.trainer_activity = ""
+        """What the trainer said last that it is doing; empty before it said anything."""
         self.changed = Signal()
         self.running_groups: Callable[[], int] = lambda: 0
         self.workers: Callable[[], list[run_pb2.WorkerVersion]] = list
         self._metrics_file = metrics
         self._started_ms = int(time.time() * 1000)
+
+    @property
+    def trainer_disk_full(self) -> bool:
+        """Whether the trainer waits for room, here or at the broadcaster."""
+        return self.trainer_activity == "disk_full"
 
     @property
     def ended(self) -> bool:

@@ -165,7 +165,8 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     async def ReportActivity(
         self, request: batch_pb2.ReportActivityRequest, context: grpc.aio.ServicerContext
     ) -> batch_pb2.ReportActivityResponse:
-        self._state.trainer_disk_full = request.activity == "disk_full"
+        self._state.trainer_activity = request.activity
+        self._state.changed.notify()
         if not self._state.serving:
             if request.activity == "sft":
                 self._state.enter(RunPhase.WARM_UP)

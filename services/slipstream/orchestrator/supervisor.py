@@ -13,10 +13,13 @@ from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.keeper import VersionKeeper
 from slipstream.orchestrator.metrics import MetricsFile
-from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
+from slipstream.orchestrator.run_state import RunPhase, RunState
 from slipstream.orchestrator.sequencer import Sequencer
 
 log = structlog.get_logger()
+
+_SAVE_TIMEOUT_S = 60.0
+"""How long the run waits for a trainer that writes the final weights."""
 
 
 class Supervisor:
@@ -52,8 +55,7 @@ class Supervisor:
         await self._until(lambda: self._sequencer.machine.trained_step >= self._config.total_steps)
         if self._config.evaluate_after:
             await self._evaluate("after", RunPhase.EVALUATING_AFTER)
-        # The end of the run ends the trainer, too, which may have yet to write the final weights.
-        await self._until(lambda: DISK not in self._state.pauses)
+        await self._until_saved()
         self.end(run_pb2.RUN_STATE_FINISHED, f"all {self._config.total_steps} steps are trained")
         await asyncio.Event().wait()
 
@@ -138,6 +140,15 @@ class Supervisor:
         self._sequencer.progress_at = self._clock()
         self._state.enter(phase)
         self._sequencer.admission_may_have_opened()
+
+    async def _until_saved(self) -> None:
+        """Wait for the final weights, since the end of the run ends the trainer, too: a while, or while it is paused."""
+        state = self._state
+        deadline = self._clock() + _SAVE_TIMEOUT_S
+        while state.trainer_activity not in ("", "ended") and not state.ended and self._clock() < deadline:
+            await state.changed.wait(1.0)
+            if state.pauses:
+                deadline = self._clock() + _SAVE_TIMEOUT_S
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         while not reached() or self._state.ended:

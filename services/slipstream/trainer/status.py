@@ -66,7 +66,7 @@ class ActivityReporter:
         """Report if something changed since the last time."""
         # Between steps activities change several times a second and the step's own report tells enough.
         activity = self._status.shown_activity
-        activity = activity if activity in ("starting", "sft", "saving", "disk_full") else "training"
+        activity = activity if activity in ("starting", "sft", "saving", "ended", "disk_full") else "training"
         state = (activity, self._status.fraction_done)
         if state == self._reported:
             return

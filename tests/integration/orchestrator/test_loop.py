@@ -59,6 +59,27 @@ async def test_a_run_trains_every_step_evaluates_and_finishes(make_world: Make, 
         assert sorted(ends) == list(range(world.orchestrator.sequencer.machine.next_position)), "one outcome each"
 
 
+async def test_the_run_ends_when_the_trainer_has_saved_however_long_its_disk_is_full(
+    make_world: Make, background: Make
+) -> None:
+    async def say(activity: str) -> None:
+        await world.batches.ReportActivity(batch_pb2.ReportActivityRequest(activity=activity), timeout=5)
+
+    async with make_world(total_steps=2) as world:
+        await say("training")
+        async with background(world.runner_loop(), world.heartbeat_loop(), world.trainer_loop()):
+            await world.until(lambda run: run.step == 2)
+            await say("disk_full")
+            run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_PAUSED)
+            assert "the disk is full (DISK_FULL)" in run.reason
+            await say("saving")
+            run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_RUNNING)
+            assert run.phase == "training"
+            await say("ended")
+            run = await world.until(lambda run: run.phase == "ended")
+            assert run.state == run_pb2.RUN_STATE_FINISHED
+
+
 async def test_trained_rows_are_released_and_versions_are_in_redis(make_world: Make, background: Make) -> None:
     async with make_world(total_steps=2) as world:
         async with background(world.runner_loop(), world.heartbeat_loop(), world.trainer_loop()):

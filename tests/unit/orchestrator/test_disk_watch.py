@@ -88,9 +88,9 @@ def test_a_runner_or_the_trainer_that_waits_for_room_pauses_the_run(watched):
     assert "the rollouts of runner-1 find no room" in run.reason()
     runner.disk_full = False
     assert run.reason() == ""
-    run.state.trainer_disk_full = True
+    run.state.trainer_activity = "disk_full"
     assert "what the trainer made finds no room" in run.reason()
-    run.state.trainer_disk_full = False
+    run.state.trainer_activity = "training"
     assert run.reason() == ""
 
 
