@@ -142,7 +142,7 @@ class Supervisor:
         self._sequencer.admission_may_have_opened()
 
     async def _until_saved(self) -> None:
-        """Wait for the final weights, since the end of the run ends the trainer, too: a while, or while it is paused."""
+        """Wait for the final weights, since the end of the run ends the trainer, too: for a while, or a pause."""
         state = self._state
         deadline = self._clock() + _SAVE_TIMEOUT_S
         while state.trainer_activity not in ("", "ended") and not state.ended and self._clock() < deadline:
