@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import ssl
 import subprocess
 import tempfile
 import time
@@ -16,11 +15,10 @@ from typing import Any, NoReturn
 
 import redis
 import structlog
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 
-from slipstream.common.config import TlsConfig
+from slipstream.common.config import ConfigError, TlsConfig
 from slipstream.common.errors import SandboxBroken
+from slipstream.common.tls import DAY_S, WARNED_BEFORE_S, try_certificates
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.doctor_machine import COMFORT, Finding
 from slipstream.launcher.errors import NoPortError, ValkeyMissingError
@@ -34,8 +32,6 @@ from slipstream.sandbox.executor import open_executor
 BINARY_TIMEOUT_S = 10.0
 REDIS_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 1.0
-DAY_S = 86_400.0
-EXPIRY_WARNING_DAYS = 7.0
 NEW_CERTIFICATES = "slipstream certs makes new ones"
 
 USERNS_SWITCHES = (
@@ -197,31 +193,18 @@ def check_valkey(find: Callable[[], Path] = binary_path) -> Finding:
     return Finding("ok", "valkey", done.stdout.strip().partition(" sha=")[0])
 
 
-def check_tls(tls: TlsConfig, now: Callable[[], float] = time.time) -> Finding:
+def check_tls(tls: TlsConfig) -> Finding:
     """Whether certificate, key and authority belong together, and for how long."""
-    if tls.cert_file is None or tls.key_file is None or tls.ca_file is None:
-        return Finding("ok", "tls", "not configured: plain connections on loopback")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert_file, tls.key_file)
-        certificate, authority = (
-            x509.load_pem_x509_certificate(path.read_bytes()) for path in (tls.cert_file, tls.ca_file)
-        )
-        certificate.verify_directly_issued_by(authority)
-    except InvalidSignature:
-        return Finding("FAILED", "tls", f"{tls.cert_file} does not come from {tls.ca_file}", NEW_CERTIFICATES)
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error) or type(error).__name__
-        return Finding("FAILED", "tls", f"certificate, key and authority do not fit: {reason}", NEW_CERTIFICATES)
-    ends_s = min(one.not_valid_after_utc.timestamp() for one in (certificate, authority))
-    begins_s = max(one.not_valid_before_utc.timestamp() for one in (certificate, authority))
-    days = (ends_s - now()) / DAY_S
-    if now() < begins_s:
-        return Finding("FAILED", "tls", f"{tls.cert_file} is not valid yet", "set the clock, or make new certificates")
-    if days < 0:
-        return Finding("FAILED", "tls", f"{tls.cert_file} or its authority has expired", NEW_CERTIFICATES)
-    if days < EXPIRY_WARNING_DAYS:
-        return Finding("warn", "tls", f"valid for {days:.1f} more days", NEW_CERTIFICATES)
-    return Finding("ok", "tls", f"certificate, key and authority fit, valid for {days:.0f} more days")
+        ends_s = try_certificates(tls)
+    except ConfigError as error:
+        return Finding("FAILED", "tls", str(error), NEW_CERTIFICATES)
+    if ends_s is None:
+        return Finding("ok", "tls", "not configured: plain connections on loopback")
+    left_s = ends_s - time.time()
+    if left_s < WARNED_BEFORE_S:
+        return Finding("warn", "tls", f"valid for {left_s / DAY_S:.1f} more days", NEW_CERTIFICATES)
+    return Finding("ok", "tls", f"certificate, key and authority fit, valid for {left_s / DAY_S:.0f} more days")
 
 
 def check_redis(url: str, wall: Callable[[], float] = time.time) -> Finding:

@@ -24,14 +24,13 @@ PROBE_TIMEOUT_S = 120.0
 
 def preflight(config: RunConfig, origins: Origins) -> None:
     """Raise `ConfigError` for the first thing that is not what it should be."""
-    try_certificates(config.tls)
     trainer: Any = config.section("trainer")
     start = TrainerConfig(model=config.model, initial_model=trainer.initial_model)
     if trainer.initial_model is None:
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
     _bubblewrap(config, origins)
-    _certificates(config, origins)
+    try_certificates(config.tls)
     _environments(config, origins, sizes, trainer.initial_model)
 
 
@@ -46,17 +45,6 @@ def _bubblewrap(config: RunConfig, origins: Origins) -> None:
     program = getattr(config.section("sandbox"), "bwrap", None)
     if program is not None and not os.access(program, os.X_OK):
         raise ConfigError(f"{origins.located('sandbox.bwrap')} {str(program)!r} is no program that can run")
-
-
-def _certificates(config: RunConfig, origins: Origins) -> None:
-    if config.tls.cert_file is None:
-        return
-    from slipstream.launcher.doctor_run import check_tls
-
-    finding = check_tls(config.tls)
-    if finding.state == "FAILED":
-        where = origins.located("tls", "tls.cert_file", "tls.key_file", "tls.ca_file")
-        raise ConfigError(f"{where}: {finding.figure}; {finding.advice}")
 
 
 def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:

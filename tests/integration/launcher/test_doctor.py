@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +15,7 @@ import pytest
 from slipstream.common.config import TlsConfig, load_config
 from slipstream.launcher import doctor_machine as machine
 from slipstream.launcher import doctor_run as of_run
+from slipstream.launcher.certs import make_certificates
 from slipstream.launcher.cli import main
 from slipstream.launcher.config import RUN_CONFIG
 from slipstream.launcher.errors import ValkeyMissingError
@@ -220,30 +221,16 @@ def test_another_hosts_clock(valkey_url):
     assert of_run.check_redis("redis://127.0.0.1:1/0").state == "FAILED"
 
 
-def certificates(directory: Path, name: str) -> TlsConfig:
-    """An authority and a certificate of it that is valid for 30 days, made by openssl."""
-    where = directory / name
-    where.mkdir()
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    for command in (
-        ("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "30", "-subj", f"/CN={name}"),
-        ("req", *curve, "-keyout", "key.pem", "-out", "request.pem", "-subj", "/CN=service"),
-        ("x509", "-req", "-in", "request.pem", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "cert.pem", "-days", "30"),
-    ):
-        subprocess.run(["openssl", *command], cwd=where, check=True, capture_output=True, timeout=30)
-    return TlsConfig(cert_file=where / "cert.pem", key_file=where / "key.pem", ca_file=where / "ca.pem")
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 def test_certificates_that_do_not_fit_or_run_out(tmp_path):
     assert of_run.check_tls(TlsConfig()).state == "ok"
-    tls, other = certificates(tmp_path, "one"), certificates(tmp_path, "two")
-    day_s, now_s = 86_400, time.time()
-    for days, state in ((0, "ok"), (25, "warn"), (31, "FAILED"), (-2, "FAILED")):
-        assert of_run.check_tls(tls, lambda days=days: now_s + days * day_s).state == state
-    foreign = of_run.check_tls(tls.model_copy(update={"ca_file": other.ca_file}))
-    assert foreign.state == "FAILED"
-    mixed = of_run.check_tls(tls.model_copy(update={"key_file": other.key_file}))
-    assert mixed.figure.startswith("certificate, key and authority do not fit")
+    now = datetime.datetime.now(datetime.UTC)
+    for days_ago, state in ((0, "ok"), (25, "warn"), (31, "FAILED"), (-2, "FAILED")):
+        made = now - datetime.timedelta(days=days_ago)
+        files = make_certificates(tmp_path, [], 30, force=True, now=made)
+        assert of_run.check_tls(files.tls).state == state
+    tls = make_certificates(tmp_path / "one", [], 30).tls
+    other = make_certificates(tmp_path / "two", [], 30).tls
+    assert "issuer" in of_run.check_tls(tls.model_copy(update={"ca_file": other.ca_file})).figure
+    assert "mismatch" in of_run.check_tls(tls.model_copy(update={"key_file": other.key_file})).figure
     missing = of_run.check_tls(tls.model_copy(update={"cert_file": tmp_path / "none.pem"}))
-    assert "No such file" in missing.figure
+    assert "no such file" in missing.figure

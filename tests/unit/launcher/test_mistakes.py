@@ -172,7 +172,7 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--environments.0.min-word-len=9", "--environments.0.min-word-len"),
         ("--model.vocab-size=50", "--model.vocab-size is 50; the tokenizer has 1"),
         ("--trainer.initial-model=nowhere", "--trainer.initial-model 'nowhere' is no directory; it must be the model/ of a run"),
-        ("--tls.cert-file=a --tls.key-file=b --tls.ca-file=c", "tls: certificate, key and authority do not fit: [Errno 2] No such file or directory; slipstream certs"),
+        ("--tls.cert-file=a --tls.key-file=b --tls.ca-file=c", "a: no such file or directory"),
         ("--sandbox.bwrap=nowhere", "--sandbox.bwrap 'nowhere' is no program that can run"),
     ],
 )  # fmt: skip
