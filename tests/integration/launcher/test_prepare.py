@@ -1,0 +1,59 @@
+"""`slipstream prepare`: what it leaves for whoever starts the processes, and what it refuses."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slipstream.common.config import ConfigError
+from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.prepare import run_prepare
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ("@", str(ROOT / "examples" / "demo.toml"), "@", str(ROOT / "deploy" / "compose.toml"))
+
+
+def prepare(directory: Path, *arguments: str) -> int:
+    return run_prepare([*FILES, "--run.directory", str(directory), *arguments])
+
+
+def test_each_process_gets_its_file_its_name_and_the_secrets_and_a_repeat_keeps_them(tmp_path, capsys):
+    assert prepare(tmp_path, "--certs") == 0
+    run = tmp_path / "demo"
+    endpoints = tomllib.loads((run / "endpoints.toml").read_text())["endpoints"]
+    assert {path.stem for path in (run / "configs").iterdir()} == set(endpoints)
+    for replica, address in endpoints.items():
+        config = tomllib.loads((run / "configs" / f"{replica}.toml").read_text())
+        port = int(address.partition(":")[2])
+        assert config["listen"] == {"host": "0.0.0.0", "port": port, "advertise": address}
+        assert config["auth"]["token_file"] == str(run / "token")
+        assert config["tls"]["ca_file"] == str(run / "certs" / "ca.pem")
+        assert config["redis"]["url"] == "redis://valkey:6379/0"
+        assert "file" not in config["log"]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run / "token", run / "certs" / "service-key.pem")}
+    assert modes == {"token": 0o600, "service-key.pem": 0o600}
+    assert not (run / "certs" / "ca-key.pem").exists()
+    token = (run / "token").read_text()
+    assert prepare(tmp_path, "--certs") == 0
+    assert capsys.readouterr().out.endswith("is prepared already; kept\n")
+    assert (run / "token").read_text() == token
+    with pytest.raises(RunDirError, match="was not made from this configuration"):
+        prepare(tmp_path, "--certs", "--orchestrator.total-steps", "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give --certs, or a"),
+        (["--certs", "--endpoints.decode-9", "decode-9:7000"], "endpoints.decode-9: this run has no such process"),
+        (["--certs", "--decode.replicas", "3"], "endpoints.decode-3 is required"),
+        (["--certs", "--endpoints.router", "router"], "endpoints.router: 'router' is no host:port"),
+    ],
+)
+def test_what_cannot_be_reached_or_trusted_is_refused_before_anything_is_made(tmp_path, arguments, says):
+    with pytest.raises(ConfigError) as refused:
+        prepare(tmp_path, *arguments)
+    assert says in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
