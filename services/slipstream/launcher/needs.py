@@ -10,9 +10,10 @@ from slipstream.launcher.config import RunConfig
 from slipstream.launcher.memory import MIB, available_bytes
 from slipstream.models.qwen3_moe.config import MoeConfig
 
-BASE_MIB = {"orchestrator": 65, "broadcaster": 60, "router": 45, "sandbox": 40, "prefill": 230, "decode": 240,
-            "runner": 95, "trainer": 330, "valkey": 8}  # fmt: skip
-"""Proportional set size of each process of the demo, a little below what `slipstream status` shows."""
+BASE_MIB = {"orchestrator": 58, "broadcaster": 58, "router": 48, "sandbox": 40, "prefill": 255, "decode": 255,
+            "runner": 150, "trainer": 350, "valkey": 8}  # fmt: skip
+"""Proportional set size of each process beside weights and KV, a little below what the demo shows in training: 1685 MiB
+together, of which this file accounts for 1576."""
 TRAINER_COPIES = 6
 """Weights, gradients, two moments, and the copies that are published and saved."""
 WORKER_COPIES = 3
