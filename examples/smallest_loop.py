@@ -38,10 +38,10 @@ from slipstream.environments.base import Completion, Score, Split, Task
 from slipstream.environments.demonstrations import Example
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 from slipstream.environments.tools import Tools
+from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
-from slipstream.models.qwen3_moe.routing import UNKNOWN_EXPERT
-from slipstream.models.qwen3_moe.state_dict import to_hf
+from slipstream.models.routing import UNKNOWN_EXPERT
 from slipstream.trainer.config import SftConfig
 from slipstream.trainer.packed import Packed, target_logps
 from slipstream.trainer.sft import warm_up

@@ -16,6 +16,9 @@ FORBIDDEN = {
         r"^\s*(?:import|from)\s+(?:pickle|cPickle|dill|cloudpickle)\b", re.M
     ),
     "a merge conflict": re.compile(r"^(?:<{7}|>{7}) ", re.M),
+    "a package registry, which is for whoever installs to choose": re.compile(
+        r"\b(?:pypi\.org|files\.pythonhosted|download\.pytorch|registry\.npmjs|crates\.io|proxy\.golang)\b"
+    ),
     "an unfinished place": re.compile(r"#\s*(?:TODO|FIXME|XXX)\b|raise NotImplementedError"),
     "the environment, which only common/config.py reads": re.compile(r"\bos\.(?:environ|getenv)\b"),
 }
@@ -85,3 +88,16 @@ def test_the_wall_clock_is_read_for_records_alone():
         if "api" not in path.relative_to(services).parts and WALL_CLOCK.search(path.read_text(encoding="utf-8"))
     }
     assert readers <= READS_WALL_CLOCK.keys(), "say here why it is no lease, deadline or interval"
+
+
+def test_links_between_documents_resolve():
+    broken = []
+    for name in tracked():
+        if not name.endswith(".md"):
+            continue
+        text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path = target.partition("#")[0]
+            if path and "://" not in path and not ((ROOT / name).parent / path).exists():
+                broken.append(f"{name}: {target}")
+    assert broken == []
