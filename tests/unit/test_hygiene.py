@@ -57,7 +57,6 @@ def test_generated_and_large_files_are_not_committed():
 
 WALL_CLOCK = re.compile(r"\btime\.time(?:_ns)?\b|\bdatetime\.(?:datetime\.)?(?:now|utcnow|today)\b")
 READS_WALL_CLOCK = {
-    "common/tls.py": "when a certificate ends",
     "broadcaster/store.py": "when a version was sealed, for people",
     "common/tls.py": "whether a certificate is valid now",
     "engine/embedded/core.py": "where a busy interval begins; its length is of a steady clock",
