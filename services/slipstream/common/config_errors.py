@@ -1,5 +1,8 @@
 """What is wrong with a configuration, in one line: file or flag, key, what is wrong, what was meant."""
 
+# What a TOML file holds is unknown until it is validated.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import difflib

@@ -1,5 +1,8 @@
 """From TOML files and flags to one config: defaults < files from left to right < flags from left to right."""
 
+# What a TOML file holds is unknown until it is validated.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import difflib
@@ -205,7 +208,8 @@ def _misfits(value: Any, annotation: Any, at: tuple[str, ...]) -> Iterator[tuple
         for index, item in enumerate(value):
             yield from _misfits(item, inner, (*at, str(index)))
     elif isinstance(value, dict):
-        found = list(models(annotation)) or [m for m in members(annotation) if isinstance(m, type) and m is not dict]
+        tables: list[Any] = [m for m in members(annotation) if isinstance(m, type) and m is not dict]
+        found: list[Any] = list(models(annotation)) or tables
         for key, item in value.items():
             fields = [m.model_fields[key] for m in found if issubclass(m, BaseModel) and key in m.model_fields]
             inner = fields[0].annotation if fields else item_annotation(annotation) if free_table(annotation) else None

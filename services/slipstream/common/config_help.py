@@ -1,5 +1,8 @@
 """The help text of a command: every field with its unit, range, default and explanation, section by section."""
 
+# Defaults are values of any type.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import difflib
@@ -158,7 +161,8 @@ def _kind(name: str, annotation: Any) -> str:
     if kind in (int, float):
         unit = next((unit for ending, unit in UNITS.items() if f"_{name}".endswith(ending)), "")
         return unit or ("INTEGER" if kind is int else "NUMBER")
-    return {bool: "true|false", str: "TEXT", Path: "PATH"}.get(kind, "VALUE")
+    names: dict[Any, str] = {bool: "true|false", str: "TEXT", Path: "PATH"}
+    return names.get(kind, "VALUE")
 
 
 def _range(field: FieldInfo) -> str:

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def no_room(error: BaseException) -> bool:
 
 
 @contextmanager
-def full_disk_named(path: Path) -> Iterator[None]:
+def full_disk_named(path: Path) -> Generator[None, None, None]:
     """Raise `DiskFull` for an `OSError` of the block that says so."""
     try:
         yield

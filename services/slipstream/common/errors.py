@@ -10,7 +10,7 @@ Codes are picked by the caller's next move: fix the request (INVALID_ARGUMENT), 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import grpc
 import structlog
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 from grpc_status import rpc_status
 
 log = structlog.get_logger()
@@ -499,9 +499,9 @@ def _cut(text: str, max_chars: int) -> str:
     return kept if len(kept) <= max_chars else f"{kept[: max_chars // 2]} ... {kept[-max_chars // 3 :]}"
 
 
-async def abort(context: grpc.aio.ServicerContext, error: SlipstreamError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SlipstreamError) -> None:
     """End the call with the status of `error`. Raises, as every abort does."""
-    status = rpc_status.to_status(to_status(error))
+    status: Any = rpc_status.to_status(to_status(error))  # pyright: ignore[reportUnknownMemberType]
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.InternalError as failed:  # a message the client does not take is in the way of the status
@@ -510,7 +510,7 @@ async def abort(context: grpc.aio.ServicerContext, error: SlipstreamError) -> No
 
 
 @asynccontextmanager
-async def rpc_boundary(context: grpc.aio.ServicerContext, **fields: object) -> AsyncIterator[None]:
+async def rpc_boundary(context: grpc.aio.ServicerContext[Any, Any], **fields: object) -> AsyncGenerator[None, None]:
     """Turn whatever escapes a handler into a status, once. `fields` go on its log line."""
     try:
         yield
@@ -518,7 +518,7 @@ async def rpc_boundary(context: grpc.aio.ServicerContext, **fields: object) -> A
         await refuse(context, error, **fields)
 
 
-async def refuse(context: grpc.aio.ServicerContext, error: Exception, **fields: object) -> None:
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception, **fields: object) -> None:
     """End the call with what `error` means to the caller; an unexpected one stays in our log."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -554,7 +554,7 @@ def from_rpc_error(error: grpc.RpcError) -> SlipstreamError:
 
 
 @contextmanager
-def rpc_errors() -> Iterator[None]:
+def rpc_errors() -> Generator[None, None, None]:
     """Raise what the server raised: `with rpc_errors(): await stub.Place(...)`."""
     try:
         yield

@@ -168,7 +168,7 @@ def raw_stream_unary(channel: Any, method: str, response_class: type[Message]) -
     return channel.stream_unary(method, request_serializer=None, response_deserializer=response_class.FromString)
 
 
-def raw_responses(call: grpc.aio.UnaryStreamCall) -> AsyncIterator[bytes]:
+def raw_responses(call: grpc.aio.UnaryStreamCall[Any, bytes]) -> AsyncIterator[bytes]:
     """The one iterator of a call's messages: `async for` twice over a call would start over."""
     return call.__aiter__()
 

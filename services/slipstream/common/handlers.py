@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest,
 from slipstream.common.metrics import RpcMetrics
 from slipstream.common.validation import validate
 
-Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+Handler = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]
 
 # The longest a call may last, whatever its deadline.
 MAX_UNARY_S = 600.0
@@ -87,13 +87,15 @@ class HandlerRegistrar:
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Ignored: the same handlers come by name through the other method."""
 
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+    def add_registered_method_handlers(
+        self, service: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
         wrapped = {name: self._wrap(service, name, handler) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
 
-    def _wrap(self, service: str, name: str, handler: Any) -> grpc.RpcMethodHandler:
+    def _wrap(self, service: str, name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
         method = f"/{service}/{name}"
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         raw = getattr(behaviour, "raw_requests", False)
         deserializer = None if raw else _deserializer(handler.request_deserializer)
         waiting = getattr(behaviour, "ends_on_drain", False) or name.startswith("Watch")
@@ -121,7 +123,7 @@ def _guarded(
     exempt = token_check.exempt(method)
     metrics = RpcMetrics(method)
 
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         started_s = time.perf_counter()
         code = "CANCELLED"  # what is left when neither a return nor an abort is seen
         cap = asyncio.timeout(cap_s)
@@ -159,7 +161,7 @@ def _aborted_with(context: Any) -> str:
 def _checked(behaviour: Handler) -> Handler:
     """`behaviour`, given only requests that keep the rules of their proto."""
 
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         _check(request)
         return await behaviour(request, context)
 
@@ -181,14 +183,14 @@ def _received(behaviour: Handler, *, checked: bool) -> Handler:
                 _check(request)
             yield request
 
-    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         return await behaviour(receive(requests), context)
 
     return call
 
 
 @asynccontextmanager
-async def _stalling(what: str) -> AsyncIterator[None]:
+async def _stalling(what: str) -> AsyncGenerator[None, None]:
     """Wait for the client of a stream, for `MAX_STALL_S` at most: what the call holds is not held for ever."""
     limit = asyncio.timeout(MAX_STALL_S)
     try:
@@ -227,7 +229,7 @@ def _asynchronous(behaviour: Any, method: str) -> Handler:
     """
     if inspect.isasyncgenfunction(behaviour):
 
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with aclosing(behaviour(request, context)) as messages:
                 async for message in messages:
                     async with _stalling("the client took nothing"):
@@ -239,7 +241,7 @@ def _asynchronous(behaviour: Any, method: str) -> Handler:
     if not getattr(behaviour, "__module__", "").endswith("_pb2_grpc"):
         raise TypeError(f"the handler of {method} must be 'async def'")
 
-    async def unsupported(request: Any, context: grpc.aio.ServicerContext) -> None:
+    async def unsupported(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         raise Unsupported(f"this server does not implement {method}", method=method)
 
     return unsupported

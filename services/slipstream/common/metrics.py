@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import structlog
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
@@ -75,7 +75,8 @@ class Reading(Collector):
             value = _steady(self._read)
             if isinstance(value, Mapping):
                 for label, number in value.items():
-                    family.add_metric(list(label) if isinstance(label, tuple) else [str(label)], float(number))
+                    parts = cast("Sequence[object]", label if isinstance(label, tuple) else (label,))
+                    family.add_metric([str(part) for part in parts], float(number))
             else:
                 family.add_metric([], float(value))
         yield family

@@ -13,6 +13,9 @@ Stop order on SIGTERM or SIGINT: health says NOT_SERVING and new calls are refus
 end; `on_drain` hands work back; open calls finish within `drain_timeout_s`; loops are cancelled.
 """
 
+# grpc's health and reflection packages are untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import asyncio

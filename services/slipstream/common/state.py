@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +53,7 @@ class State:
         self._prefix = f"slipstream:{run_id}:"
         # No retry here: callers pause and say so. The socket waits longer than a blocking read does.
         # Any: the types cannot tell that replies are decoded to text.
-        self._redis: Any = redis.Redis.from_url(
+        self._redis: Any = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
             url,
             decode_responses=True,
             socket_connect_timeout=2.0,
@@ -215,7 +215,7 @@ class State:
 
 
 @contextmanager
-def _available() -> Iterator[None]:
+def _available() -> Generator[None, None, None]:
     try:
         yield
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:

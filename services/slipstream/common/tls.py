@@ -84,7 +84,7 @@ def try_certificates(config: TlsConfig) -> float | None:
     return ssl.cert_time_to_seconds(certificate["notAfter"])
 
 
-def _context(config: TlsConfig, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+def _context(config: TlsConfig, protocol: Any) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.check_hostname = False  # which name a peer is called by is known when it is called
     context.verify_mode = ssl.CERT_REQUIRED

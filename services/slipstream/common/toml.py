@@ -1,5 +1,8 @@
 """Writes TOML; the standard library only reads it."""
 
+# Values to write are of any type that TOML has.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any
