@@ -38,7 +38,9 @@ class Run:
         if machine.over_sampling == 1.0:
             bound = min(machine.serving_step + machine.max_off_policy_steps + 1, machine.total_steps)
             assert machine.admission_bound == bound * machine.groups_per_step - sum(self.trained_positions.values())
-            assert machine.gate_open == (machine.open_groups < machine.admission_bound)
+            room = machine.open_groups < machine.admission_bound
+            enough = machine.max_ready_groups is not None and machine.count(Phase.SCORED) >= machine.groups_per_step
+            assert machine.gate_open == room or (room and enough)
         assert machine.open_groups <= max(machine.admission_bound, 0) or machine.trained_step > machine.serving_step
 
     def dispatch(self) -> bool:
