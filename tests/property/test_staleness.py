@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -41,7 +42,10 @@ class Run:
             room = machine.open_groups < machine.admission_bound
             enough = machine.max_ready_groups is not None and machine.count(Phase.SCORED) >= machine.groups_per_step
             assert machine.gate_open == room or (room and enough)
-        assert machine.open_groups <= max(machine.admission_bound, 0) or machine.trained_step > machine.serving_step
+            assert machine.open_groups <= max(machine.admission_bound, 0) or machine.trained_step > machine.serving_step
+        # A trained step lowers the bound by its over-sampled size, while its surplus stays open to the next.
+        ahead = machine.max_off_policy_steps + 1
+        assert machine.open_groups <= ahead * math.ceil(machine.groups_per_step * machine.over_sampling)
 
     def dispatch(self) -> bool:
         open_before, gate, bound = self.machine.open_groups, self.machine.gate_open, self.machine.admission_bound
