@@ -2,6 +2,7 @@
 # make check           the fast half of the tests: format, lint, types, imports, protos, unit and property tests
 # make test            everything: make check, then every other folder of tests/, the load checks, and a shortened
 #                      demo that must learn
+# make test-engines    the conformance suite of the engines, tests/engine; a part of make test
 # make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
 # make clean           remove what was installed and generated; runs/ stays
 #
@@ -31,7 +32,7 @@ comma := ,
 # Two cores are shared by all processes; more threads in each only get in each other's way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-short test check check-static check-tests proto proto-baseline install clean
+.PHONY: help demo demo-short test test-engines check check-static check-tests proto proto-baseline install clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -95,6 +96,10 @@ test: $(VENV)/.dev
 	done; \
 	$(MAKE) demo-short || fail "the shortened demo"; \
 	echo "make test: ok, checks and tests pass, the shortened demo learned, in $$((SECONDS - started)) s"
+
+test-engines: $(VENV)/.dev
+	@echo "== Tests: tests/engine"
+	@$(BIN)/python -m pytest tests/engine
 
 # Two processes, for two cores: what reads the code, beside what runs it.
 check: $(VENV)/.dev

@@ -32,21 +32,25 @@ SIZES = MoeConfig(
 )
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=9)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 2), min_size=1, max_size=9)), max_size=60))
 def test_the_pool_never_loses_or_shares_a_block_by_mistake(operations):
     pool, held = BlockPool(12), []
     known: set[int] = set()
     for kind, tokens in operations:
         if kind < 3:  # a prompt comes: hit what is known, fill the rest
-            hashes = block_hashes("", tokens, 2)
+            salt = "ab"[kind % 2]
+            hashes = block_hashes(salt, tokens, 2)
             hits = pool.match(hashes)
             missing = -(-len(tokens) // 2) - len(hits)
             if pool.available_beside(hits) < missing:
                 continue
             pool.hold(hits)
             blocks = hits + pool.allocate(missing)
-            pool.register(blocks[: len(hashes)], hashes)
+            pool.register(blocks[: len(hashes)], hashes, salt)
             held.append(blocks)
+        elif kind == 4:
+            pool.end_salt("ab"[len(tokens) % 2])
+            assert pool.match(block_hashes("ab"[len(tokens) % 2], tokens, 2)) == []
         elif held:
             pool.release(held.pop(len(tokens) % len(held)))
         pool.check()
@@ -56,7 +60,7 @@ def test_the_pool_never_loses_or_shares_a_block_by_mistake(operations):
         assert known == set(pool._block_of)
     for blocks in held:
         pool.release(blocks)
-    assert pool.used == 0
+    assert pool.used == pool.dead_count == 0
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=9)

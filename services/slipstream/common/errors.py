@@ -261,10 +261,17 @@ class JournalCorrupt(SlipstreamError):
 
 
 class ContextTooLong(SlipstreamError):
-    """Prompt and answer do not fit `metadata["limit"]` tokens. Ask for less."""
+    """Prompt and answer do not fit `metadata["limit"]` tokens, the limit of `metadata["name"]`. Ask for less."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "CONTEXT_TOO_LONG"
+
+
+class SamplingBiased(SlipstreamError):
+    """`metadata["field"]` cuts tokens off in a rollout that is to train. Leave it out, or do not train on it."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "SAMPLING_BIASED"
 
 
 class EngineFull(SlipstreamError):

@@ -44,7 +44,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             flush_s = request.flush.max_ms / 1000 or DEFAULT_FLUSH_S
             joined = JoinedChunks(len(request.sample_ids), 0.0 if request.flush.max_tokens else flush_s)
             # Closing the iterator, because the caller left or is out of time, aborts the request.
-            async with aclosing(self._engine.decode_batches(job, flush_s)) as batches:  # type: ignore[type-var]
+            async with aclosing(self._engine.decode_batches(job, flush_s)) as batches:
                 async for chunks in batches:
                     ready = joined.add(chunks)
                     if ready:

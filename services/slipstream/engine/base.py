@@ -2,12 +2,12 @@
 
 Plain data and a `Protocol`; imports no torch. All methods are called from one event loop. Terms: a *request* is one
 prompt; a *sample* is one continuation of it; `token_ids` of a request are its whole prompt. Log-probabilities are the
-natural logarithm of the softmax of the raw logits (temperature 1, before top-k and top-p), whatever the sampling.
+natural logarithm of softmax(logits / temperature), before top-k and top-p; greedy tokens have those of temperature 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -107,6 +107,8 @@ class DecodeRequest:
     sampling: Sampling
     kv: KvPayload | None = None
     capture_routes: bool = True
+    for_training: bool = False
+    """The policy gradient divides by these log-probabilities, so what biases them is refused (`check_sampling`)."""
 
 
 @dataclass
@@ -159,6 +161,35 @@ class EngineLimits:
     moe_layers: int
     top_k: int
     vocab_size: int
+    max_samples: int = 4096
+    """Of one request."""
+    max_stop_token_ids: int = 64
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What this engine can do. Asked for anything else it raises `Unsupported`, whose `metadata` names the field."""
+
+    captures_routes: bool = True
+    """`capture_routes` of a request."""
+
+    exports_kv: bool = True
+    """`export_kv`, and `kv` of a decode request; else KV moves by a connector of the engine's own."""
+
+    keeps_kv_over_updates: bool = True
+    """In-flight requests go on after `update` with the KV they have, and their prefixes stay in the cache."""
+
+    truncates_sampling: bool = True
+    """`top_k` and `top_p`."""
+
+    chunked_prefill: bool = False
+    """A prompt may be computed over several steps, so that running samples go on between."""
+
+    kv_events: bool = True
+    """`drain_kv_events`."""
+
+    forgets_salts: bool = True
+    """`end_salt` frees memory; else what was cached under the salt stays until it is evicted."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +229,8 @@ class EngineLoad:
     """Rows given up because the byte bound was reached; they train as unknown routes."""
 
     kv_transfers: int = 0
+    dead_kv_bytes: int = 0
+    """KV that stays cached or held under salts that have ended."""
 
 
 class PausedEngine(Protocol):
@@ -219,6 +252,9 @@ class Engine(Protocol):
     def limits(self) -> EngineLimits: ...
 
     @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    @property
     def version(self) -> PolicyVersion | None:
         """Weights of the next step; None until the first update."""
         ...
@@ -235,14 +271,14 @@ class Engine(Protocol):
         """Raise what `decode` would raise at once."""
         ...
 
-    def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[SampleChunk]:
+    def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
         """Stream chunks: when a sample ends, when the version changes, and at least every `flush_s` seconds.
 
         Closing the iterator early aborts the request.
         """
         ...
 
-    def decode_batches(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncIterator[list[SampleChunk]]:
+    def decode_batches(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[list[SampleChunk], None]:
         """Like `decode`, but chunks that are ready together come together: one message on the wire for each list."""
         ...
 
@@ -283,6 +319,10 @@ class Engine(Protocol):
 
     async def probe(self, token_ids: Sequence[int], salt: str) -> list[float]:
         """Log-probabilities of `token_ids[1:]`, computed whole, the prefix cache neither read nor written."""
+        ...
+
+    def end_salt(self, salt: str) -> None:
+        """The last group of this salt ended: forget its prefixes, those still in use once they no longer are."""
         ...
 
     def load(self) -> EngineLoad: ...

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import DecodeRequest, KvPayload, PrefillRequest, SampleChunk, Sampling
+from slipstream.engine.base import DecodeRequest, KvPayload, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
-from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import MoeModel, build_model, init_weights
@@ -29,13 +28,6 @@ def weights(seed: int) -> MoeModel:
 
 def tensors(model: MoeModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in to_hf(model).items()}
-
-
-async def started(model: MoeModel, config: EmbeddedConfig = CONFIG) -> EmbeddedEngine:
-    engine = EmbeddedEngine(SIZES, config)
-    await engine.start()
-    await engine.update(V1, tensors(model), lambda paused: None)
-    return engine
 
 
 def logprobs(model: MoeModel, token_ids: list[int]) -> torch.Tensor:
@@ -62,44 +54,3 @@ def decode_request(
 ) -> DecodeRequest:
     ids = tuple(f"{request_id}/{index}" for index in range(samples))
     return DecodeRequest(request_id, prompt, salt, ids, Sampling(**{"max_new_tokens": 8, "seed": 7, **sampling}), kv)
-
-
-async def freed(engine: EmbeddedEngine) -> None:
-    """Return when no block is held: releases reach the engine's thread at its next step."""
-    await engine.checksums(lambda name, array: 0)
-    assert engine.load().blocks_used == 0
-    engine._core.blocks.check()
-
-
-def prefill_request(request_id: str = "p", prompt: list[int] = PROMPT, salt: str = "s") -> PrefillRequest:
-    return PrefillRequest(request_id, prompt, salt)
-
-
-class Finished:
-    """All chunks of one sample, put together."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[PolicyVersion] = []
-        self.oldest: set[PolicyVersion] = set()
-        self.finish_reason = ""
-        self.cached_token_count = 0
-
-    def add(self, chunk: SampleChunk) -> None:
-        assert sum(count for count, _ in chunk.versions) == len(chunk.token_ids) == len(chunk.logprobs)
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.versions += [version for count, version in chunk.versions for _ in range(count)]
-        self.oldest.add(chunk.kv_oldest_version)
-        self.finish_reason = chunk.finish_reason
-        self.cached_token_count = chunk.cached_token_count
-
-
-async def finish(engine: EmbeddedEngine, request: DecodeRequest, flush_s: float = 1.0) -> list[Finished]:
-    samples = [Finished() for _ in request.sample_ids]
-    async for chunk in engine.decode(request, flush_s):
-        assert not samples[chunk.sample_index].finish_reason, "a chunk after the last one"
-        samples[chunk.sample_index].add(chunk)
-    assert all(sample.finish_reason for sample in samples)
-    return samples

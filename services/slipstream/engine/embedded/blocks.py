@@ -28,6 +28,11 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # blocks of count 0 with a hash, oldest use first
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
+        self._salt_of: dict[int, str] = {}
+        self._blocks_of: dict[str, set[int]] = {}
+        """Findable blocks by the salt of their hash."""
+        self._dead: set[int] = set()
+        """Held blocks of salts that ended: no later prompt finds them, and they are free when nobody holds them."""
         self._events: deque[KvEvent] = deque()
         self._events_lost = False
 
@@ -35,6 +40,11 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that `allocate` could hand out now."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def dead_count(self) -> int:
+        """Blocks still held under salts that ended."""
+        return len(self._dead)
 
     @property
     def used(self) -> int:
@@ -49,9 +59,7 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                block_hash = self._hash_of.pop(block)
-                del self._block_of[block_hash]
-                self._emit(KvEvent("removed", (block_hash,)))
+                self._emit(KvEvent("removed", (self._unregister(block),)))
             self.references[block] = 1
             blocks.append(block)
         return blocks
@@ -88,18 +96,34 @@ class BlockPool:
                 if block in self._hash_of:
                     self._cached[block] = None
                 else:
+                    self._dead.discard(block)
                     self._free.append(block)
 
-    def register(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+    def register(self, blocks: Sequence[int], hashes: Sequence[int], salt: str) -> None:
         """Make held, filled blocks findable. A hash that is known already keeps its block."""
         stored: list[int] = []
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if block_hash not in self._block_of and block not in self._hash_of:
+            if block_hash not in self._block_of and block not in self._hash_of and block not in self._dead:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
+                self._salt_of[block] = salt
+                self._blocks_of.setdefault(salt, set()).add(block)
                 stored.append(block_hash)
         if stored:
             self._emit(KvEvent("stored", tuple(stored)))
+
+    def end_salt(self, salt: str) -> None:
+        """No prompt of this salt comes any more: what is cached under it is free, what is held is free afterwards."""
+        removed: list[int] = []
+        for block in sorted(self._blocks_of.get(salt, ())):
+            removed.append(self._unregister(block))
+            if self.references[block]:
+                self._dead.add(block)
+            else:
+                del self._cached[block]
+                self._free.append(block)
+        if removed:
+            self._emit(KvEvent("removed", tuple(removed)))
 
     def drain_events(self) -> list[KvEvent]:
         """Events since the last call, in order. Starts with "cleared" if some were lost: then it lists all anew."""
@@ -122,6 +146,19 @@ class BlockPool:
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables differ"
         assert cached <= self._hash_of.keys(), "a block is cached without a hash"
         assert not free & self._hash_of.keys(), "a free block has a hash"
+        assert {b: s for s, blocks in self._blocks_of.items() for b in blocks} == self._salt_of, "salt tables differ"
+        assert self._salt_of.keys() == self._hash_of.keys(), "a findable block has no salt"
+        assert held >= self._dead, "a dead block is not held"
+        assert not self._dead & self._hash_of.keys(), "a dead block can be found"
+
+    def _unregister(self, block: int) -> int:
+        """Make a block unfindable; returns its hash."""
+        block_hash, salt = self._hash_of.pop(block), self._salt_of.pop(block)
+        del self._block_of[block_hash]
+        self._blocks_of[salt].discard(block)
+        if not self._blocks_of[salt]:
+            del self._blocks_of[salt]
+        return block_hash
 
     def _emit(self, event: KvEvent) -> None:
         if len(self._events) >= EVENT_LIMIT:  # nobody drains: the next drain starts over

@@ -235,7 +235,8 @@ class EngineCore:
         size = self.config.block_size_tokens
         for block in job.blocks[job.start // size :]:
             self.blocks.oldest[block] = oldest
-        self.blocks.register(job.blocks[: len(job.hashes)], job.hashes)
+        request = job.owner.request if isinstance(job.owner, ActiveDecode) else job.owner
+        self.blocks.register(job.blocks[: len(job.hashes)], job.hashes, request.salt)
 
     def _prompt_ready(self, job: _PromptJob) -> None:
         """All positions of a prompt have KV: hold it for a transfer, or let its samples in."""

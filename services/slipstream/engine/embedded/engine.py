@@ -22,20 +22,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from slipstream.common.errors import (
-    ContextTooLong,
-    EngineFull,
-    InvalidRequest,
-    KvMismatch,
-    KvUnknown,
-    NoWeights,
-    RequestAborted,
-    RequestIdReused,
-)
+from slipstream.common.errors import EngineFull, KvMismatch, KvUnknown, RequestAborted, RequestIdReused
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import (
     BusyInterval,
     DecodeRequest,
+    EngineCapabilities,
     EngineLimits,
     EngineLoad,
     KvEvent,
@@ -47,6 +39,7 @@ from slipstream.engine.base import (
     SampleChunk,
     UpdateReport,
 )
+from slipstream.engine.checks import check_decode, check_prefill, check_prompt
 from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
@@ -86,7 +79,9 @@ class EmbeddedEngine:
             moe_layers=sizes.moe_layers,
             top_k=sizes.top_k,
             vocab_size=sizes.vocab_size,
+            max_stop_token_ids=MAX_STOP_TOKENS,
         )
+        self.capabilities = EngineCapabilities()
         if config.block_count < 2 * self._core.blocks_a_table:
             raise ValueError("block_count must hold two whole contexts: one prompt and one sample")
 
@@ -196,7 +191,7 @@ class EmbeddedEngine:
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a prompt's KV. A repeat of a request that is running or held answers the same."""
-        self._check(request.token_ids, 0)
+        check_prefill(request, self.version, self.limits, self.capabilities)
         there = self._prefills.get(request.request_id)
         if there is None:
             self._check_room()
@@ -282,24 +277,8 @@ class EmbeddedEngine:
             del self._prefills[request_id]
         return ended
 
-    def _check(self, token_ids: Sequence[int], new_tokens: int) -> None:
-        limit = self.limits.max_context_tokens
-        if self.version is None:
-            raise NoWeights("the engine has no weights yet")
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
-            raise InvalidRequest("token ids are missing or outside the vocabulary", field="token_ids")
-        if len(token_ids) + new_tokens > limit:
-            raise ContextTooLong(f"{len(token_ids)} + {new_tokens} tokens exceed {limit}", limit=limit)
-
     def check(self, request: DecodeRequest) -> None:
-        sampling = request.sampling
-        self._check(request.token_ids, sampling.max_new_tokens)
-        if sampling.max_new_tokens < 1 or not request.sample_ids:
-            raise InvalidRequest("nothing to sample", field="max_new_tokens")
-        if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest("too many stop tokens", field="stop_token_ids", limit=MAX_STOP_TOKENS)
-        if len(set(request.sample_ids)) < len(request.sample_ids):
-            raise InvalidRequest("two samples have the same id", field="sample_ids")
+        check_decode(request, self.version, self.limits, self.capabilities)
         if request.request_id in self._streams:
             raise RequestIdReused("this request is running", request_id=request.request_id)
         if request.kv is not None:
@@ -317,7 +296,9 @@ class EmbeddedEngine:
     def _check_room(self) -> None:
         if len(self._core.waiting) + self._inbox.qsize() >= self._config.max_waiting_requests:
             limit = self._config.max_waiting_requests
-            raise EngineFull(f"{limit} requests wait already", limit=limit)
+            raise EngineFull(
+                f"{limit} requests wait already: max_waiting_requests", name="max_waiting_requests", limit=limit
+            )
 
     # --- Weights -------------------------------------------------------------------------------------
 
@@ -331,7 +312,7 @@ class EmbeddedEngine:
         return await self._call(lambda: {name: reduce(name, array) for name, array in arrays().items()})
 
     async def probe(self, token_ids: Sequence[int], salt: str = "") -> list[float]:
-        self._check(token_ids, 0)
+        check_prompt(token_ids, 0, self.version, self.limits)
         return await self._call(lambda: self._core.probe(token_ids))
 
     # --- Routes, load, events ------------------------------------------------------------------------
@@ -341,6 +322,9 @@ class EmbeddedEngine:
 
     def release_routes(self, key: str) -> bool:
         return self._routes.release(key)
+
+    def end_salt(self, salt: str) -> None:
+        self._post(lambda: self._core.blocks.end_salt(salt))
 
     def load(self) -> EngineLoad:
         core = self._core
@@ -357,6 +341,7 @@ class EmbeddedEngine:
             route_bytes=self._routes.size_bytes,
             routes_dropped=self._routes.dropped_rows,
             kv_transfers=len(self._transfers),
+            dead_kv_bytes=core.blocks.dead_count * self.limits.block_size_tokens * self.limits.kv_bytes_per_token,
         )
 
     def drain_busy(self) -> list[BusyInterval]:

@@ -38,15 +38,18 @@ def sample(
     top_p_B: Tensor | None = None,
     top_k_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and their log-probabilities under the softmax of the raw logits (temperature 1, nothing cut off).
+    """Token ids and their log-probabilities under softmax(logits / temperature), nothing cut off.
 
-    Arguments left out mean 1, 1 and all; a row with temperature 0 is greedy.
+    Arguments left out mean 1, 1 and all; a row with temperature 0 is greedy, its log-probability that of temperature 1.
     """
+    if temperature_B is not None:
+        # From the largest down: near a temperature of 0 all others become minus infinity, and it stays 0.
+        logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+        logits_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-    if temperature_B is None and top_p_B is None and top_k_B is None:
-        weights_BV = logprobs_BV.exp()
-    else:
-        weights_BV = _warped(logprobs_BV, temperature_B, top_p_B, top_k_B)
+    weights_BV = logprobs_BV.exp()
+    if top_p_B is not None or top_k_B is not None:
+        weights_BV = _truncated(weights_BV, top_p_B, top_k_B)
     cumulative_BV = weights_BV.cumsum(-1, dtype=torch.float64)
     target_B1 = torch.from_numpy(uniforms_B).unsqueeze(1) * cumulative_BV[:, -1:]
     # right=True: the first entry above the target, so a token of weight 0 is never taken
@@ -56,22 +59,13 @@ def sample(
     return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
 
 
-def _warped(
-    logprobs_BV: Tensor, temperature_B: Tensor | None, top_p_B: Tensor | None, top_k_B: Tensor | None
-) -> Tensor:
-    """Weights after temperature, then top-k, then top-p."""
-    if temperature_B is not None:
-        # From the largest down: near a temperature of 0 all others become minus infinity, and it stays 0.
-        logprobs_BV = logprobs_BV - logprobs_BV.amax(-1, keepdim=True)
-        logprobs_BV = logprobs_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
-    weights_BV = torch.softmax(logprobs_BV, dim=-1)
-    if top_p_B is None and top_k_B is None:
-        return weights_BV
+def _truncated(weights_BV: Tensor, top_p_B: Tensor | None, top_k_B: Tensor | None) -> Tensor:
+    """Weights with 0 for what top-k, then top-p, cut off."""
     sorted_BV, order_BV = weights_BV.sort(-1, descending=True)
     keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
     if top_k_B is not None:
-        limit_B = torch.where(top_k_B == 0, logprobs_BV.shape[-1], top_k_B)
-        keep_BV &= torch.arange(logprobs_BV.shape[-1]) < limit_B.unsqueeze(1)
+        limit_B = torch.where(top_k_B == 0, weights_BV.shape[-1], top_k_B)
+        keep_BV &= torch.arange(weights_BV.shape[-1]) < limit_B.unsqueeze(1)
     if top_p_B is not None:
         kept_BV = sorted_BV * keep_BV
         mass_before_BV = kept_BV.cumsum(-1) - kept_BV

@@ -1,0 +1,84 @@
+"""What every engine refuses, in the same words: requests over a limit, of no capability, or that bias training.
+
+Imports no torch. The message and `metadata["name"]` name the field of `EngineLimits`, `metadata["limit"]` is its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.common.errors import ContextTooLong, InvalidRequest, NoWeights, SamplingBiased, Unsupported
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import DecodeRequest, EngineCapabilities, EngineLimits, PrefillRequest, Sampling
+
+
+def check_prompt(
+    token_ids: Sequence[int], new_token_count: int, version: PolicyVersion | None, limits: EngineLimits
+) -> None:
+    """Refuse a prompt that cannot be computed, alone or with as many tokens after it."""
+    if version is None:
+        raise NoWeights("the engine has no weights yet")
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty", field="token_ids")
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        raise _over("token_ids", "vocab_size", limits.vocab_size)
+    if len(token_ids) + new_token_count > limits.max_context_tokens:
+        raise ContextTooLong(
+            f"{len(token_ids)} + {new_token_count} tokens exceed max_context_tokens = {limits.max_context_tokens}",
+            name="max_context_tokens",
+            limit=limits.max_context_tokens,
+        )
+
+
+def check_prefill(
+    request: PrefillRequest, version: PolicyVersion | None, limits: EngineLimits, capabilities: EngineCapabilities
+) -> None:
+    """Raise what `Engine.prefill` raises at once."""
+    check_prompt(request.token_ids, 0, version, limits)
+    if request.capture_routes:
+        require(capabilities, "captures_routes")
+
+
+def check_decode(
+    request: DecodeRequest, version: PolicyVersion | None, limits: EngineLimits, capabilities: EngineCapabilities
+) -> None:
+    """Raise what `Engine.decode` raises at once, but for what depends on other requests."""
+    sampling = request.sampling
+    check_prompt(request.token_ids, sampling.max_new_tokens, version, limits)
+    if sampling.max_new_tokens < 1 or not request.sample_ids:
+        raise InvalidRequest("nothing to sample", field="max_new_tokens")
+    if len(request.sample_ids) > limits.max_samples:
+        raise _over("sample_ids", "max_samples", limits.max_samples)
+    if len(set(request.sample_ids)) < len(request.sample_ids):
+        raise InvalidRequest("two samples have the same id", field="sample_ids")
+    if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
+        raise _over("stop_token_ids", "max_stop_token_ids", limits.max_stop_token_ids)
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        require(capabilities, "truncates_sampling")
+    if request.for_training:
+        check_unbiased(sampling)
+    if request.capture_routes:
+        require(capabilities, "captures_routes")
+    if request.kv is not None:
+        require(capabilities, "exports_kv")
+
+
+def check_unbiased(sampling: Sampling) -> None:
+    """Refuse to cut tokens off where the loss divides by the probabilities of the whole vocabulary."""
+    if sampling.temperature == 0:
+        return  # greedy: nothing is drawn
+    for name, truncates in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k > 0)):
+        if truncates:
+            raise SamplingBiased(
+                f"{name} cuts tokens off, and the training ratio of what is left would be biased", field=name
+            )
+
+
+def require(capabilities: EngineCapabilities, name: str) -> None:
+    """Refuse what this engine cannot do."""
+    if not getattr(capabilities, name):
+        raise Unsupported(f"this engine does not do that: {name}", method=name, capability=name)
+
+
+def _over(field: str, name: str, limit: int) -> InvalidRequest:
+    return InvalidRequest(f"{field} exceed {name} = {limit}", field=field, name=name, limit=limit)

@@ -1,0 +1,83 @@
+"""Engines shared by the bodies, and the figures they measured, at the end of the report."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from slipstream.models.checkpoint import save_model
+from tests.engine.bench import Bench, Factory
+from tests.engine.engines import ENGINES, EngineUnderTest
+from tests.engine.oracle import weights
+
+_figures: dict[tuple[str, str], float] = {}
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of seed 1 as a checkpoint."""
+    directory = tmp_path_factory.mktemp("model")
+    save_model(weights(1), directory)
+    return directory
+
+
+@pytest.fixture(scope="session", params=ENGINES, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def build(kind: EngineUnderTest, model_dir: Path) -> Factory:
+    """`async with build(Limits(...)) as bench`: an engine of the body's own. Starting one may take seconds."""
+    return Factory(kind, model_dir)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _bench(build: Factory) -> AsyncIterator[Bench]:
+    async with build() as bench:
+        yield bench
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def bench(_bench: Bench) -> AsyncIterator[Bench]:
+    """The shared engine, on the weights of seed 1. It must be idle again when the body ends."""
+    if _bench.seed != 1:
+        await _bench.serve(1)
+    yield _bench
+    await _bench.idle()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _prefiller(build: Factory) -> AsyncIterator[Bench]:
+    async with build() as bench:
+        yield bench
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def prefiller(_prefiller: Bench) -> AsyncIterator[Bench]:
+    """A second engine, of the prefill pool."""
+    if _prefiller.seed != 1:
+        await _prefiller.serve(1)
+    yield _prefiller
+    await _prefiller.idle()
+
+
+@pytest.fixture
+def figure(kind: EngineUnderTest) -> Callable[[str, float], None]:
+    """Put a measured figure into the report; of several the largest."""
+
+    def record(name: str, value: float) -> None:
+        key = (kind.name, name)
+        _figures[key] = max(value, _figures.get(key, value))
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _figures:
+        terminalreporter.section("engines")
+        for (engine, name), value in sorted(_figures.items()):
+            terminalreporter.write_line(f"{engine}: {name} {value:.3g}")

@@ -1,0 +1,78 @@
+"""The engines under test, and all that the bodies may not know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import Engine, KvPayload
+from slipstream.engine.embedded.config import EmbeddedConfig
+from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.models.checkpoint import load_model, to_hf
+from slipstream.models.registry import load_sizes
+
+FIRST = PolicyVersion(1, 0)
+"""What an engine under test serves at first."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a body asks an engine to be built with; the rest is in `Engine.limits`."""
+
+    blocks: int = 1024
+    running_samples: int = 64
+    waiting_requests: int = 256
+    transfer_ttl_s: float = 60.0
+
+
+class EngineUnderTest(Protocol):
+    """Builds one kind of engine."""
+
+    name: str
+    tolerance: float
+    """Of log-probabilities against the trainer's model."""
+
+    async def build(self, model_dir: Path, limits: Limits) -> Engine:
+        """A started engine that serves the weights in `model_dir` as version `FIRST`."""
+        ...
+
+    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
+        """Bring a prefill's KV on its way to another engine, as a decode worker does."""
+        ...
+
+    def check(self, engine: Engine) -> None:
+        """Raise AssertionError if the engine's own books do not balance. Called when it has nothing to do."""
+        ...
+
+
+class Embedded:
+    """The reference engine."""
+
+    name = "embedded"
+    tolerance = 1e-5
+
+    async def build(self, model_dir: Path, limits: Limits) -> Engine:
+        sizes = load_sizes(model_dir)
+        config = EmbeddedConfig(
+            block_count=limits.blocks,
+            max_running_samples=limits.running_samples,
+            max_waiting_requests=limits.waiting_requests,
+            max_prefill_tokens=64,
+            transfer_ttl_s=limits.transfer_ttl_s,
+        )
+        engine = EmbeddedEngine(sizes, config)
+        await engine.start()
+        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
+        return engine
+
+    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
+        return prefiller.export_kv(transfer_id)
+
+    def check(self, engine: Engine) -> None:
+        assert isinstance(engine, EmbeddedEngine)
+        engine._core.blocks.check()
+
+
+ENGINES: list[EngineUnderTest] = [Embedded()]

@@ -1,0 +1,73 @@
+"""What engines are measured against: full forward passes of the trainer's own model, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from slipstream.models.checkpoint import to_hf
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.model import MoeModel, build_model, init_weights
+
+SIZES = MoeConfig(
+    vocab_size=96, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, n_experts=8, max_context_tokens=256
+)
+
+
+@cache
+def weights(seed: int) -> MoeModel:
+    """The trainer's flavour of the model, the same for the same seed."""
+    model = build_model(SIZES)
+    init_weights(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Copies of all weights by Hugging Face name."""
+    return {name: tensor.clone() for name, tensor in to_hf(weights(seed)).items()}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One full forward pass over a sequence."""
+
+    logits_TV: torch.Tensor
+    """What follows each token."""
+    routes: np.ndarray
+    """The experts this pass chose or replayed, uint8 `[T, moe_layers, top_k]`."""
+    margin: float
+    """By how little an expert was chosen, at the closest; 1 where the routes were replayed."""
+
+    def logprobs(self, token_ids: Sequence[int], first: int, temperature: float = 1.0) -> torch.Tensor:
+        """Of `token_ids[first:]`, each given all before it."""
+        logprobs_TV = torch.log_softmax(self.logits_TV[first - 1 : len(token_ids) - 1] / (temperature or 1.0), -1)
+        return logprobs_TV.gather(1, torch.tensor(token_ids[first:])[:, None]).squeeze(1)
+
+
+class Oracle:
+    """One set of weights."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = weights(seed)
+
+    def forward(self, token_ids: Sequence[int], routes: np.ndarray | None = None) -> Forward:
+        """`routes`: experts to replay, one row for each token but those at the end that have none."""
+        replay = None
+        if routes is not None:
+            padded = np.full((len(token_ids), *routes.shape[1:]), 255, np.uint8)
+            padded[: len(routes)] = routes
+            replay = torch.from_numpy(padded)
+        self.model.routes.begin(replay_TLK=replay, capture=True, margins=routes is None)
+        logits_TV = self.model(torch.tensor([list(token_ids)]))[0]
+        return Forward(logits_TV, self.model.routes.captured().numpy(), self.model.routes.margin())
+
+    def assert_greedy(self, prompt: Sequence[int], answer: Sequence[int], tolerance: float) -> None:
+        """Every token is the likeliest given those before it; nearly as likely is as good, as rounding differs."""
+        logits = self.forward([*prompt, *answer]).logits_TV[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(list(answer))[:, None]).squeeze(1)
+        behind = logits.amax(-1) - chosen
+        assert behind.max() <= tolerance, f"token {int(behind.argmax())} is {float(behind.max())} behind the best"

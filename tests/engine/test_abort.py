@@ -1,0 +1,149 @@
+"""Aborting in every phase ends the request, frees its blocks, and touches nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+import pytest
+
+from slipstream.common.errors import KvUnknown, RequestAborted
+from slipstream.engine.base import KvPayload
+from tests.engine.bench import Bench, Factory, prompt_of, until
+from tests.engine.engines import Limits
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ABORTS_A_PHASE = 50
+STEADY = 3
+
+
+class Steady:
+    """Requests that decode all the time beside the aborted ones, each equal to the undisturbed run."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.prompts = [prompt_of(20 + index, seed=90 + index) for index in range(STEADY)]
+        self.expected: list[list[int]] = []
+        self.rounds = 0
+
+    async def start(self) -> None:
+        self.expected = [await self.bench.greedy(prompt, 60) for prompt in self.prompts]
+
+    async def run(self, until: asyncio.Event) -> None:
+        while not until.is_set() or not self.rounds:
+            answers = await asyncio.gather(*(self.bench.greedy(prompt, 60) for prompt in self.prompts))
+            assert answers == self.expected
+            self.rounds += 1
+
+
+async def abort_queued(bench: Bench, number: int, _: KvPayload | None) -> bool:
+    """All rows are taken, so the request waits; False if a row came free meanwhile."""
+    request = bench.request(prompt_of(9, seed=number), samples=2)
+    waiting = asyncio.create_task(bench.run(request))
+    await until(lambda: bench.engine.load().waiting_requests >= 1, "a request that waits")
+    assert await bench.engine.abort(request.request_id) == 2
+    samples = await waiting
+    assert {sample.finish_reason for sample in samples} == {"aborted"}
+    return not any(sample.token_ids for sample in samples)
+
+
+async def abort_prefilling(bench: Bench, number: int, _: KvPayload | None) -> bool:
+    """At any moment from before its first step to after its last."""
+    job = bench.prefill_request(prompt_of(150, seed=number))
+    running = asyncio.create_task(bench.engine.prefill(job))
+    await asyncio.sleep(random.Random(number).uniform(0, 0.02))
+    assert await bench.engine.abort(job.request_id) == 1
+    with suppress(RequestAborted):  # or it ended before, and its KV went with the abort
+        await running
+    assert not bench.engine.release_kv(job.request_id)
+    return True
+
+
+async def abort_transferring(bench: Bench, number: int, kv: KvPayload | None) -> bool:
+    """The prefill's KV is held for whoever fetches it; and a decode request that brings KV is aborted at once."""
+    job = bench.prefill_request(prompt_of(40, seed=number))
+    await bench.engine.prefill(job)
+    assert await bench.engine.abort(job.request_id) == 1
+    assert not bench.engine.release_kv(job.request_id)
+    if bench.engine.capabilities.exports_kv:
+        with pytest.raises(KvUnknown):
+            bench.engine.export_kv(job.request_id)
+    request = bench.request(prompt_of(40), samples=2, kv=kv, max_new_tokens=100)
+    importing = asyncio.create_task(bench.run(request))
+    await asyncio.sleep(0)
+    await bench.engine.abort(request.request_id)
+    assert {sample.finish_reason for sample in await importing} == {"aborted"}
+    return True
+
+
+async def abort_decoding(bench: Bench, number: int, _: KvPayload | None) -> bool:
+    """What was sampled so far is kept, with its routes. Every fifth caller just leaves."""
+    request = bench.request(prompt_of(9, seed=number), samples=2, max_new_tokens=200)
+    stream = bench.engine.decode_batches(request, flush_s=0.0)
+    tokens = {0: 0, 1: 0}
+    ended = set()
+    for chunk in await anext(stream):
+        tokens[chunk.sample_index] += len(chunk.token_ids)
+    if number % 5 == 0:
+        await stream.aclose()
+        return True
+    assert await bench.engine.abort(request.request_id) == 2
+    async for chunks in stream:
+        for chunk in chunks:
+            tokens[chunk.sample_index] += len(chunk.token_ids)
+            ended |= {(chunk.sample_index, chunk.finish_reason)} if chunk.finish_reason else set()
+    assert ended == {(0, "aborted"), (1, "aborted")}
+    assert await bench.engine.abort(request.request_id) == 0
+    assert max(tokens.values()) > 0
+    for index, count in tokens.items():
+        if request.capture_routes and count:
+            assert len(bench.engine.routes(request.sample_ids[index])[0]) == count
+    return True
+
+
+PHASES = [abort_queued, abort_prefilling, abort_transferring, abort_decoding]
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+async def test_aborts_free_all_blocks_and_leave_others_untouched(build: Factory, prefiller: Bench, phase):
+    rows = STEADY if phase is abort_queued else STEADY + 8
+    async with build(Limits(running_samples=rows)) as bench:
+        kv = None
+        if bench.engine.capabilities.exports_kv:
+            held = await prefiller.engine.prefill(prefiller.prefill_request(prompt_of(40)))
+            kv = prefiller.engine.export_kv(held.transfer_id)
+            prefiller.engine.release_kv(held.transfer_id)
+        steady, done = Steady(bench), asyncio.Event()
+        await steady.start()
+        others = asyncio.create_task(steady.run(done))
+        await until(lambda: bench.engine.load().running_samples == STEADY, "the steady requests")
+        try:
+            number = aborted = 0
+            while aborted < ABORTS_A_PHASE:
+                async with asyncio.timeout(20):
+                    aborted += await phase(bench, number, kv)
+                number += 1
+                assert number < 4 * ABORTS_A_PHASE, "the phase is hardly ever met"
+                assert not others.done(), others.exception()
+        finally:
+            done.set()
+            await others
+        await bench.idle()
+        assert await bench.greedy(steady.prompts[0], 60) == steady.expected[0]
+
+
+async def test_an_abort_is_answered_once_the_blocks_are_free(bench: Bench):
+    request = bench.request(prompt_of(30), samples=8, max_new_tokens=200)
+    running = asyncio.create_task(bench.run(request))
+    await until(lambda: bench.engine.load().running_samples == 8, "running samples")
+    assert bench.engine.load().blocks_used > 0
+    assert await bench.engine.abort(request.request_id) == 8
+    assert bench.engine.load().blocks_used == 0
+    assert bench.engine.load().running_samples == 0
+    await running
+
+
+async def test_an_unknown_id_aborts_nothing(bench: Bench):
+    assert await bench.engine.abort("nobody") == 0

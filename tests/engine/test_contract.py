@@ -1,0 +1,76 @@
+"""The sampling contract: what the training ratio divides by is the probability that the token was drawn with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc
+import pytest
+import torch
+
+from slipstream.common.errors import SamplingBiased, Unsupported
+from tests.engine.bench import Bench, prompt_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "temperature": 0.6}], ids=str)
+async def test_a_training_rollout_refuses_truncation_and_says_why(bench: Bench, cut):
+    (name, *_) = cut
+    request = replace(bench.request(prompt_of(9), **cut), for_training=True)
+    with pytest.raises(SamplingBiased) as refused:
+        await bench.run(request)
+    assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.metadata["field"] == name
+    assert name in refused.value.message
+    greedy = replace(bench.request(prompt_of(9), **{**cut, "temperature": 0.0}), for_training=True)
+    if bench.engine.capabilities.truncates_sampling:
+        await bench.run(greedy)
+        await bench.run(replace(request, for_training=False, request_id="evaluation", sample_ids=("evaluation/0",)))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+async def test_truncation_cuts_what_can_be_drawn_but_not_the_logprobs(bench: Bench, cut):
+    prompt = prompt_of(9)
+    if not bench.engine.capabilities.truncates_sampling:
+        with pytest.raises(Unsupported):
+            await bench.ask(prompt, **cut)
+        return
+    (sample,) = await bench.ask(prompt, **cut)
+    bench.oracle.assert_greedy(prompt, sample.token_ids, bench.kind.tolerance)
+    tokens = [*prompt, *sample.token_ids]
+    expected = bench.oracle.forward(tokens).logprobs(tokens, len(prompt))
+    assert torch.tensor(sample.logprobs) == pytest.approx(expected, abs=bench.kind.tolerance)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+async def test_equal_weights_give_a_ratio_of_one_at_any_temperature(bench: Bench, figure, temperature):
+    """The trainer divides its logits by the same temperature."""
+    prompt = prompt_of(20)
+    samples = await bench.ask(prompt, 6, temperature=temperature, max_new_tokens=24)
+    for sample in samples:
+        tokens = [*prompt, *sample.token_ids]
+        trainer = bench.oracle.forward(tokens).logprobs(tokens, len(prompt), temperature)
+        off = float((torch.exp(trainer - torch.tensor(sample.logprobs)) - 1).abs().max())
+        figure(f"ratio minus one at temperature {temperature}", off)
+        assert off <= 1e-4
+
+
+async def test_tokens_are_drawn_with_the_probabilities_reported(bench: Bench):
+    """First tokens of many samples at temperature 0.6, against the oracle's distribution: chi-squared, far out."""
+    prompt, count = prompt_of(9), 2000
+    answers = await bench.ask(prompt, count, temperature=0.6, max_new_tokens=1)
+    expected = torch.softmax(bench.oracle.forward(prompt).logits_TV[-1] / 0.6, -1) * count
+    seen = torch.bincount(torch.tensor([sample.token_ids[0] for sample in answers]), minlength=len(expected))
+    likely = expected >= 5
+    statistic = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
+    degrees = int(likely.sum())
+    assert statistic < degrees + 5 * (2 * degrees) ** 0.5
+    assert float(seen[~likely].sum()) < float(expected[~likely].sum()) * 1.5 + 10
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+async def test_a_temperature_near_nothing_is_greedy(bench: Bench, temperature):
+    prompt = prompt_of(9)
+    (sample,) = await bench.ask(prompt, temperature=temperature, max_new_tokens=6)
+    assert sample.token_ids == await bench.greedy(prompt, 6)

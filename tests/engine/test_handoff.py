@@ -1,0 +1,85 @@
+"""A prompt computed by one engine and decoded by another: the same tokens, and KV that is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from slipstream.common.errors import KvMismatch, KvUnknown, RequestIdReused, Unsupported
+from tests.engine.bench import Bench, Factory, prompt_of, unique
+from tests.engine.engines import Limits
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("beside", [1, 2, -1])
+async def test_greedy_tokens_are_a_single_engines(bench: Bench, prefiller: Bench, blocks, beside):
+    prompt = prompt_of(max(blocks * bench.block + beside, 1), seed=1)
+    expected = await bench.greedy(prompt, 12)
+    result = await prefiller.engine.prefill(prefiller.prefill_request(prompt))
+    assert (result.token_count, result.cached_token_count) == (len(prompt) - 1, 0)
+    assert result.version == result.kv_oldest_version == prefiller.version
+    kv = await bench.kind.transfer(prefiller.engine, result.transfer_id)
+    before = bench.engine.load().prefilled_tokens
+    samples = await bench.ask(prompt, 3, kv=kv, temperature=0.0, max_new_tokens=12)
+    assert [sample.token_ids for sample in samples] == [expected] * 3
+    assert bench.engine.load().prefilled_tokens == before
+    assert prefiller.engine.release_kv(result.transfer_id)
+    assert not prefiller.engine.release_kv(result.transfer_id)
+
+
+async def test_prefills_hit_the_cache_by_salt(bench: Bench):
+    prompt, salt = prompt_of(2 * bench.block + 3), unique("salt")
+    jobs = [bench.prefill_request(prompt, each) for each in (salt, salt, unique("salt"))]
+    results = [await bench.engine.prefill(job) for job in jobs]
+    assert [result.cached_token_count for result in results] == [0, 2 * bench.block, 0]
+    if bench.engine.capabilities.captures_routes:
+        rows = [bench.engine.routes(job.request_id)[0].tolist() for job in jobs]
+        assert rows[0] == rows[1] == rows[2]
+    for result in results:
+        assert bench.engine.release_kv(result.transfer_id)
+
+
+async def test_a_prefill_under_the_same_id_asks_for_the_same(bench: Bench):
+    job = bench.prefill_request(prompt_of(20))
+    first = await bench.engine.prefill(job)
+    assert await bench.engine.prefill(job) == first
+    with pytest.raises(RequestIdReused):
+        await bench.engine.prefill(replace(job, token_ids=prompt_of(7)))
+    assert bench.engine.release_kv(first.transfer_id)
+    assert (await bench.engine.prefill(replace(job, token_ids=prompt_of(7)))).token_count == 6
+    assert bench.engine.release_kv(first.transfer_id)
+
+
+async def test_kv_that_nobody_fetches_expires(build: Factory):
+    async with build(Limits(transfer_ttl_s=0.1)) as bench:
+        result = await bench.engine.prefill(bench.prefill_request(prompt_of(20)))
+        assert bench.engine.load().blocks_used > 0
+        await asyncio.sleep(0.2)
+        await bench.idle()
+        assert not bench.engine.release_kv(result.transfer_id)
+
+
+async def test_kv_leaves_and_enters_by_the_protocol_or_is_refused(bench: Bench, prefiller: Bench):
+    prompt = prompt_of(20)
+    result = await prefiller.engine.prefill(prefiller.prefill_request(prompt))
+    if not prefiller.engine.capabilities.exports_kv:
+        with pytest.raises(Unsupported):
+            prefiller.engine.export_kv(result.transfer_id)
+    else:
+        kv = prefiller.engine.export_kv(result.transfer_id)
+        again = prefiller.engine.export_kv(result.transfer_id)
+        assert bytes(kv.data) == bytes(again.data)
+        assert memoryview(kv.data).nbytes == 19 * bench.engine.limits.kv_bytes_per_token
+        assert len(kv.header.block_hashes) == 19 // bench.block
+        with pytest.raises(KvMismatch):
+            await bench.ask(prompt[:-1], kv=kv)
+        with pytest.raises(KvMismatch):
+            await bench.ask(prompt, kv=replace(kv, data=bytes(kv.data)[:-4]))
+    prefiller.engine.release_kv(result.transfer_id)
+    if prefiller.engine.capabilities.exports_kv:
+        with pytest.raises(KvUnknown):
+            prefiller.engine.export_kv(result.transfer_id)

@@ -1,0 +1,105 @@
+"""The load an engine reports is what the test counts itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slipstream.engine.hashing import block_hashes
+from tests.engine.bench import Bench, Factory, prompt_of, unique, until
+from tests.engine.engines import Limits
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_counters_are_the_tests_own_count(build: Factory):
+    async with build() as bench:
+        prompts = [prompt_of(5 + 7 * index, seed=index) for index in range(6)]
+        answers = await asyncio.gather(*(bench.ask(p, 3, max_new_tokens=9) for p in prompts))
+        sampled = sum(len(sample.token_ids) for samples in answers for sample in samples)
+        computed = sum(len(prompt) - 1 for prompt in prompts)
+        load = bench.engine.load()
+        assert (load.decoded_tokens, load.prefilled_tokens, load.prefix_query_tokens) == (sampled, computed, computed)
+        assert load.prefix_hit_tokens == 0
+        assert 9 <= load.decode_steps <= sampled
+        await bench.idle()
+        assert bench.engine.load().blocks_total == bench.engine.limits.block_count
+
+
+async def test_gauges_follow_what_runs_waits_and_is_held(build: Factory):
+    async with build(Limits(running_samples=4)) as bench:
+        engine, streams = bench.engine, []
+        for index in range(2):
+            streams.append(asyncio.create_task(bench.ask(prompt_of(9, seed=index), 2, max_new_tokens=200)))
+        await until(lambda: engine.load().running_samples == 4, "four running samples")
+        held = -(-(9 + 200) // bench.block) * 4
+        assert 0 < engine.load().blocks_used <= held
+        queued = [bench.request(prompt_of(9, seed=9), max_new_tokens=3) for _ in range(3)]
+        waiting = [asyncio.create_task(bench.run(request)) for request in queued]
+        await until(lambda: engine.load().waiting_requests == 3, "three requests that wait")
+        assert engine.load().running_samples == 4
+        assert await engine.abort(queued[1].request_id) == 1
+        assert engine.load().waiting_requests == 2
+        await asyncio.gather(*streams, *waiting)
+        await bench.idle()
+        job = bench.prefill_request(prompt_of(20))
+        await engine.prefill(job)
+        assert engine.load().kv_transfers == 1
+        assert engine.load().blocks_used == -(-19 // bench.block)
+        assert engine.release_kv(job.request_id)
+        await bench.idle()
+
+
+async def test_route_bytes_come_and_go_with_the_rows(bench: Bench):
+    if not bench.engine.capabilities.captures_routes:
+        assert bench.engine.load().route_bytes == 0
+        return
+    before = bench.engine.load().route_bytes
+    request = bench.request(prompt_of(20), samples=2, max_new_tokens=10)
+    await bench.run(request)
+    keys = [request.request_id, *request.sample_ids]
+    assert bench.engine.load().route_bytes - before >= (19 + 2 * 10) * bench.engine.limits.route_row_bytes
+    assert all(bench.engine.release_routes(key) for key in keys)
+    assert not any(bench.engine.release_routes(key) for key in keys)
+    assert bench.engine.load().route_bytes == before
+
+
+async def test_cache_events_name_the_blocks_that_can_be_hit(build: Factory):
+    async with build(Limits(blocks=64, running_samples=4)) as bench:
+        prompt, salt = prompt_of(2 * bench.block + 3), unique("salt")
+        expected = block_hashes(salt, prompt[:-1], bench.block)
+        await bench.ask(prompt, salt=salt)
+        known: set[int] = set()
+
+        def absorb() -> None:
+            for event in bench.engine.drain_kv_events():
+                if event.kind == "cleared":
+                    known.clear()
+                elif event.kind == "stored":
+                    known.update(event.block_hashes)
+                else:
+                    known.difference_update(event.block_hashes)
+
+        absorb()
+        if not bench.engine.capabilities.kv_events:
+            assert not known
+            return
+        assert known == set(expected)
+        for index in range(8):  # more than the pool holds: the oldest blocks go
+            await bench.ask(prompt_of(200, seed=index), max_new_tokens=2)
+            absorb()
+        assert not known & set(expected)
+        (sample,) = await bench.ask(prompt, salt=salt, max_new_tokens=2)
+        assert sample.cached_token_count == 0
+        assert len(known) <= bench.engine.limits.block_count
+
+
+async def test_work_is_logged_as_intervals(bench: Bench):
+    bench.engine.drain_busy()
+    await bench.ask(prompt_of(20))
+    await asyncio.sleep(1.05)
+    intervals = bench.engine.drain_busy()
+    assert {interval.kind for interval in intervals} == {"decode", "prefill"}
+    assert all(0 < interval.end_s - interval.start_s < 60 for interval in intervals)
+    assert bench.engine.drain_busy() == []
