@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from slipstream.common.errors import SamplingBiased, Unsupported
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.worker.prompts import UNKNOWN_LOGPROB, chunk_to_proto
+from slipstream.engine.worker.telemetry import logprobs_unknown
 from tests.engine.bench import Bench, prompt_of
+from tests.engine.oracle import tensors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -67,6 +71,24 @@ async def test_tokens_are_drawn_with_the_probabilities_reported(bench: Bench):
     degrees = int(likely.sum())
     assert statistic < degrees + 5 * (2 * degrees) ** 0.5
     assert float(seen[~likely].sum()) < float(expected[~likely].sum()) * 1.5 + 10
+
+
+async def test_a_log_probability_that_is_none_is_marked_and_counted_at_the_edge_and_ends_nothing(bench: Bench):
+    """Weights that compute nonsense: whatever the engine makes of them, the wire carries no such number."""
+    broken = tensors(2)
+    broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
+    version = PolicyVersion(bench.version.incarnation, bench.version.step + 1)
+    await bench.engine.update(version, broken, lambda paused: None)
+    bench.version, bench.seed = version, 0
+    counted = logprobs_unknown._value.get()
+    request = bench.request(prompt_of(9), samples=3, max_new_tokens=5)
+    messages = [chunk_to_proto(chunk, None) async for chunk in bench.engine.decode(request)]
+    logprobs = [value for message in messages for value in message.logprobs]
+    assert len(logprobs) == sum(len(message.token_ids) for message in messages) == 15
+    assert set(logprobs) == {UNKNOWN_LOGPROB}
+    assert logprobs_unknown._value.get() - counted == 15
+    await bench.serve(1)
+    assert all(value <= 0 for value in (await bench.ask(prompt_of(9)))[0].logprobs)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])

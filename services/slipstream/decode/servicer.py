@@ -72,6 +72,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             sampling_from_proto(request.sampling),
             None,
             request.capture_routes,
+            request.for_training,
         )
         self._engine.check(job)  # before its KV is pulled
         if request.HasField("kv"):

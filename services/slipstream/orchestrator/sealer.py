@@ -111,6 +111,7 @@ class Sealer:
             token_ids=record.token_ids,
             logprobs=record.logprobs,
             routes=record.routes,
+            temperature=group.assignment.sampling.temperature,
         )
 
 

@@ -46,6 +46,7 @@ PLACE_AGAIN = (
 """What another placement may heal."""
 PREFILL_AT_FAULT = (errors.KvTransferFailed, errors.KvUnknown, errors.KvMismatch)
 """What a decode worker says of the prefill worker."""
+TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 ABORT_TIMEOUT_S = 5.0
@@ -214,6 +215,7 @@ class TurnClient:
                 sample_ids=[f"{prefix}{index}" + (f"~{suffix}" if suffix else "") for index in range(len(samples))],
                 sampling=assignment.sampling,
                 capture_routes=True,
+                for_training=assignment.purpose == TRAINING,
             )
         )
         async for message in stream:

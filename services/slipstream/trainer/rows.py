@@ -171,14 +171,18 @@ def stitch(
         covered[max(1, span.start) : span.end] = True  # nothing predicts the first token
     targets = np.flatnonzero(covered)
     sampled_at, kv_oldest = _versions(planned.spans, len(targets))
+    known = logps[targets] <= 0  # above it, or no number: unknown, so there is nothing to divide by
+    if len(targets) and not known.any():
+        return None
     return TrainSequence(
         token_ids=token_ids,
-        target_positions=targets,
-        engine_logps=logps[targets],
-        sampled_at=sampled_at,
-        kv_oldest=kv_oldest,
+        target_positions=targets[known],
+        engine_logps=logps[targets][known],
+        sampled_at=sampled_at[known],
+        kv_oldest=kv_oldest[known],
         routes=_routes(planned.routes, parts, count - 1, route_shape),
         advantage=planned.advantage,
+        temperature=planned.temperature or 1.0,
     )
 
 

@@ -30,7 +30,7 @@ class TrainSequence:
     """`[R]`, ascending, from 1: the tokens the loss covers."""
 
     engine_logps: NDArray[np.float32]
-    """`[R]`: the engine's log-probabilities of the targets."""
+    """`[R]`: the engine's log-probabilities of the targets, at `temperature`."""
 
     sampled_at: NDArray[np.int64]
     """`[R]`: version number of the weights that sampled each target."""
@@ -42,6 +42,9 @@ class TrainSequence:
     """`[N - 1, L, K]`: recorded experts, `UNKNOWN_ROUTE` where there is no row."""
 
     advantage: float
+
+    temperature: float = 1.0
+    """That the targets were drawn with; the model's logits are divided by it."""
 
     @cached_property
     def known_N(self) -> NDArray[np.bool_]:

@@ -83,7 +83,8 @@ class Learner:
         self, batch: Sequence[TrainSequence], loss_token_count: int, input_tokens: int, totals: dict[str, float]
     ) -> _Tokens:
         packed = _pack(batch)
-        new_R, entropy_R = target_logps(packed.logits_RV(self.model, balance=True), packed.targets_R)
+        logits_RV = packed.logits_RV(self.model, balance=True)
+        new_R, entropy_R = target_logps(logits_RV, packed.targets_R, _temperatures(batch))
         old_R = torch.from_numpy(np.concatenate([sequence.engine_logps for sequence in batch]))
         counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
         advantage_R = torch.tensor([s.advantage for s in batch], dtype=torch.float32).repeat_interleave(counts)
@@ -98,7 +99,7 @@ class Learner:
     def logps(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
         """Log-probabilities of the targets of a micro-batch, routes replayed."""
         packed = _pack(batch)
-        return target_logps(packed.logits_RV(self.model), packed.targets_R)[0].numpy()
+        return target_logps(packed.logits_RV(self.model), packed.targets_R, _temperatures(batch))[0].numpy()
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> tuple[list[float], float]:
@@ -122,6 +123,14 @@ def _padding_fraction(batches: Sequence[Sequence[TrainSequence]]) -> float:
     lengths = [[len(sequence.routes) for sequence in batch] for batch in batches]
     slots = sum(len(batch) * max(batch) for batch in lengths)
     return 1.0 - sum(map(sum, lengths)) / slots if slots else 0.0
+
+
+def _temperatures(batch: Sequence[TrainSequence]) -> torch.Tensor | None:
+    """One for each target; None if all are 1."""
+    if all(sequence.temperature == 1.0 for sequence in batch):
+        return None
+    counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
+    return torch.tensor([sequence.temperature for sequence in batch]).repeat_interleave(counts)
 
 
 def _pack(batch: Sequence[TrainSequence]) -> Packed:

@@ -62,11 +62,13 @@ async def pools(sizes: MoeConfig) -> AsyncIterator[Pools]:
         await engine.stop()
 
 
-async def rollouts(pools: Pools, request_id: str, prompt: list[int], salt: str) -> list[TrainSequence]:
+async def rollouts(
+    pools: Pools, request_id: str, prompt: list[int], salt: str, temperature: float = 1.0
+) -> list[TrainSequence]:
     """One group through prefill, KV transfer and decode, with the routes of both."""
     await pools.prefill.prefill(PrefillRequest(request_id, prompt, salt))
     sample_ids = tuple(f"{request_id}.{index}" for index in range(SAMPLES))
-    sampling = Sampling(max_new_tokens=NEW_TOKENS, seed=1)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, seed=1, temperature=temperature)
     kv = pools.prefill.export_kv(request_id)
     request = DecodeRequest(request_id, prompt, salt, sample_ids, sampling, kv)
     tokens: list[list[int]] = [[] for _ in sample_ids]
@@ -95,6 +97,7 @@ async def rollouts(pools: Pools, request_id: str, prompt: list[int], salt: str) 
                 kv_oldest=np.array(oldest[index]),
                 routes=routes,
                 advantage=(-1.0) ** index,
+                temperature=temperature,
             )
         )
     return sequences
@@ -110,7 +113,7 @@ async def test_engine_and_trainer_agree_on_pure_tokens_at_every_version(pools, s
         await pools.update(version, learner)
         batch = []
         for index, prompt in enumerate(prompts):
-            batch += await rollouts(pools, f"{step}.{index}", prompt, salt=str(version))
+            batch += await rollouts(pools, f"{step}.{index}", prompt, str(version), temperature=(1.0, 0.6)[index % 2])
         count = sum(len(sequence.target_positions) for sequence in batch)
         metrics = learner.train([batch], step=step + 1, loss_token_count=count, trained=version_number(version))
         assert metrics["pure_token_count"] == count == len(prompts) * SAMPLES * NEW_TOKENS

@@ -11,6 +11,7 @@ import pytest
 from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
 from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.errors import SamplingBiased, rpc_errors
 from slipstream.common.version import PolicyVersion
 
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
@@ -49,6 +50,18 @@ async def test_a_group_of_short_samples_is_one_message_and_shares_the_prompt(clu
     assert len({tuple(chunk.token_ids) for chunk in messages[0].chunks}) > 1
     again = await prefiller.prefill.Prefill(cluster.prefill_request(prefiller, "g2.0"))
     assert again.cached_token_count == 8
+
+
+async def test_a_training_rollout_with_truncation_is_refused_before_its_kv_is_pulled(cluster):
+    prefiller, decoder = cluster.members
+    prefilled = await prefiller.prefill.Prefill(cluster.prefill_request(prefiller))
+    request = cluster.decode_request(decoder, prefilled.kv, sampling={"temperature": 1.0, "top_p": 0.9})
+    request.for_training = True
+    with pytest.raises(SamplingBiased) as refused, rpc_errors():
+        await cluster.samples(decoder, request)
+    assert refused.value.metadata == {"field": "top_p"}
+    request.for_training = False
+    assert len(await cluster.samples(decoder, request)) == 1
 
 
 async def test_a_repeated_prefill_answers_the_same_handle(cluster):

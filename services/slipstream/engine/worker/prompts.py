@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import PrefixUnknown
 from slipstream.engine.base import SampleChunk, Sampling
+from slipstream.engine.worker.telemetry import logprobs_unknown
 
 _FINISH = {
     "": types_pb2.FINISH_REASON_UNSPECIFIED,
@@ -33,6 +37,17 @@ def sampling_from_proto(message: types_pb2.Sampling) -> Sampling:
     )
 
 
+UNKNOWN_LOGPROB = 1.0
+"""No log-probability is above 0, so whatever is stands for "unknown"."""
+
+
+def known_logprobs(logprobs: Sequence[float]) -> list[float]:
+    """What an engine may not say of a token it sampled becomes unknown, and is counted."""
+    checked = [value if math.isfinite(value) and value <= 0 else UNKNOWN_LOGPROB for value in logprobs]
+    logprobs_unknown.inc(checked.count(UNKNOWN_LOGPROB))
+    return checked
+
+
 def chunk_to_proto(chunk: SampleChunk, routes: types_pb2.RowsRef | None) -> decode_pb2.SampleChunk:
     oldest = chunk.kv_oldest_version.to_proto()
     spans = [
@@ -42,7 +57,7 @@ def chunk_to_proto(chunk: SampleChunk, routes: types_pb2.RowsRef | None) -> deco
     return decode_pb2.SampleChunk(
         sample_index=chunk.sample_index,
         token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
+        logprobs=known_logprobs(chunk.logprobs),
         spans=spans,
         finish_reason=_FINISH[chunk.finish_reason],
         cached_token_count=chunk.cached_token_count,

@@ -21,9 +21,13 @@ prefix_query_tokens = Reading("counter", "slipstream_worker_prefix_query_tokens"
 prefix_hit_tokens = Reading("counter", "slipstream_worker_prefix_hit_tokens", "Those found in the prefix cache.")
 route_bytes = Reading("gauge", "slipstream_worker_route_bytes", "Bytes of routes kept for the trainer.")
 routes_dropped = Reading("counter", "slipstream_worker_routes_dropped_rows", "Routes given up at the byte bound.")
+dead_kv_bytes = Reading("gauge", "slipstream_worker_dead_kv_bytes", "KV that stays under salts that have ended.")
 policy_step = Reading("gauge", "slipstream_worker_policy_step", "Step of the weights in use; -1 before the first.")
 stale = Reading("gauge", "slipstream_worker_stale", "1 while the weights failed their check and nothing is taken.")
 
+logprobs_unknown = Counter(
+    "slipstream_worker_logprobs_unknown", "Sampled tokens whose log-probability was no number or above 0."
+)
 kv_sent_bytes = Counter("slipstream_worker_kv_sent_bytes", "Bytes of KV handed to decode workers.")
 update_pause = Histogram(
     "slipstream_worker_update_pause_seconds",
@@ -46,6 +50,7 @@ def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Call
         (prefix_hit_tokens, "prefix_hit_tokens"),
         (route_bytes, "route_bytes"),
         (routes_dropped, "routes_dropped"),
+        (dead_kv_bytes, "dead_kv_bytes"),
     ):
         reading.read_from(lambda field=field: getattr(engine.load(), field))
     policy_step.read_from(lambda: version().step if version() else -1)
