@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.launcher.ports import read_endpoints
+from slipstream.launcher.rundir import RunDir
+
 # The first test waits for both runs.
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
@@ -92,8 +95,16 @@ def test_with_a_bound_of_zero_nothing_crosses_an_update(finished):
 
 
 def test_runs_side_by_side_share_nothing(finished):
-    ports = [set((run.path / "endpoints.toml").read_text().split()) for run in (finished.bounded, finished.synchronous)]
-    assert not {word for word in ports[0] & ports[1] if ":" in word}
+    first, second = (
+        {
+            address
+            for table in ("endpoints", "metrics")
+            for address in read_endpoints(run.endpoints_file, table).values()
+        }
+        for run in (RunDir(finished.bounded.path), RunDir(finished.synchronous.path))
+    )
+    assert first
+    assert not first & second
     for run in (finished.bounded, finished.synchronous):
         assert run.metrics("cancelled") == [] or run is finished.bounded
         assert run.events("service_died") == []
