@@ -36,7 +36,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        with self._gate.admitted(request.worker_epoch, request.min_policy_version):
+        with self._gate.admitted(request.worker_epoch, request.min_policy_version, request.salt):
             job = await self._with_kv(request)
             if job is None:
                 yield _all_aborted(len(request.sample_ids))

@@ -96,6 +96,7 @@ class Orchestrator:
             on_serving=self.sequencer.serving_advanced,
             until_cancelled=self.leases.until_acknowledged,
             metrics=self.metrics,
+            running_versions=self.sequencer.running_versions,
         )
         self.state.workers = self.keeper.worker_versions
         self.supervisor = Supervisor(

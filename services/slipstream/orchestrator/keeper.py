@@ -71,6 +71,8 @@ class VersionKeeper:
     until_cancelled: Callable[[float], Awaitable[bool]]
     """Waits until the engines have dropped what was cancelled, or for so many seconds."""
     metrics: MetricsFile
+    running_versions: Callable[[], set[PolicyVersion]]
+    """Dispatch versions of the groups that run."""
     clock: Callable[[], float] = time.monotonic
     published: PolicyVersion = UNSET
     serving: PolicyVersion = UNSET
@@ -185,9 +187,13 @@ class VersionKeeper:
         worker.updating = True
         try:
             apply = worker_pb2.ApplyUpdateRequest(update_id=update_id)
-            finish = worker_pb2.FinishUpdateRequest(update_id=update_id)
             timeout_s = self.config.apply_timeout_s
             applied = await self._answered(worker, worker.stub.ApplyUpdate(apply, timeout=timeout_s))
+            # Groups are dispatched at `serving`, which may have moved or be about to.
+            live = self.running_versions() | {self.serving, self.published, version}
+            finish = worker_pb2.FinishUpdateRequest(
+                update_id=update_id, live_versions=[each.to_proto() for each in sorted(live) if each]
+            )
             finished = await self._answered(worker, worker.stub.FinishUpdate(finish, timeout=timeout_s))
         except SlipstreamError as error:
             await self._failed(worker, "apply", version, error)

@@ -176,6 +176,10 @@ class Sequencer:
             for attempt in self._running.values()
         }
 
+    def running_versions(self) -> set[PolicyVersion]:
+        """Return the dispatch versions of all attempts that run."""
+        return {PolicyVersion.from_proto(attempt.assignment.dispatch_version) for attempt in self._running.values()}
+
     def _next_group(self) -> runner_pb2.GroupAssignment:
         version = self.state.serving
         if self.evaluation is not None and self.evaluation.waiting:

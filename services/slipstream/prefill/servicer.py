@@ -36,7 +36,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.PrefillResponse:
-        with self._gate.admitted(request.worker_epoch, request.min_policy_version):
+        with self._gate.admitted(request.worker_epoch, request.min_policy_version, request.salt):
             token_ids = prompt_tokens(request.prompt)
             if len(token_ids) == 1:  # decode computes the last token: there is nothing to hand over
                 return prefill_pb2.PrefillResponse()

@@ -92,14 +92,17 @@ class Member:
             while self.worker.updates.version != version:  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.005)
 
-    async def update(self, version: PolicyVersion, update_id: str = "u") -> worker_pb2.ApplyUpdateResponse:
+    async def update(
+        self, version: PolicyVersion, update_id: str = "u", live: Sequence[PolicyVersion] = ()
+    ) -> worker_pb2.ApplyUpdateResponse:
         """What the version keeper does."""
         begin = worker_pb2.BeginUpdateRequest(
             update_id=update_id, holder="keeper", version=version.to_proto(), lease_ttl_ms=5000
         )
         await self.control.BeginUpdate(begin)
         applied = await self.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id=update_id))
-        await self.control.FinishUpdate(worker_pb2.FinishUpdateRequest(update_id=update_id))
+        finish = worker_pb2.FinishUpdateRequest(update_id=update_id, live_versions=[each.to_proto() for each in live])
+        await self.control.FinishUpdate(finish)
         return applied
 
     async def freed(self) -> None:

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from slipstream.api.inference.v1 import worker_pb2
+from slipstream.api.inference.v1 import prefill_pb2, worker_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.state import SERVING
@@ -65,6 +65,29 @@ async def test_weights_are_swapped_between_two_steps_of_running_requests(cluster
     assert list(sample.token_ids) == cluster.greedy(V2, PROMPT, 8)
     timeline = [json.loads(line) for line in (cluster.run_dir / "timeline" / "decode-1.jsonl").read_text().splitlines()]
     assert ("update", "1.2", 3) in [(i["kind"], i.get("version"), i.get("in_flight_samples")) for i in timeline]
+
+
+async def test_what_no_group_runs_at_any_more_is_freed_when_the_next_update_finishes(cluster):
+    prefiller, _ = cluster.members
+    engine = prefiller.worker.engine
+
+    async def cached(request_id: str, version: PolicyVersion) -> int:
+        request = cluster.prefill_request(
+            prefiller, request_id, salt=f"run/{version}", min_policy_version=version.to_proto()
+        )
+        prefilled = await prefiller.prefill.Prefill(request)
+        await prefiller.prefill.Abort(prefill_pb2.PrefillServiceAbortRequest(request_id=request_id))
+        return prefilled.cached_token_count
+
+    assert [await cached("g1", V1), await cached("g2", V1)] == [0, 8]
+    for version, update_id in ((V2, "u2"), (V3, "u3")):
+        await cluster.publish(version)
+        live = [V1, V2] if version == V2 else [V2, V3]
+        await prefiller.update(version, update_id, live)
+        assert await cached(f"new-{version}", version) == 0
+        assert await cached(f"late-{version}", V1) == (8 if version == V2 else 0)
+        assert engine.load().dead_kv_bytes == 0
+    assert await cached("g3", V2) == 8
 
 
 async def test_a_second_updater_is_told_who_holds_the_update(cluster, refusal):

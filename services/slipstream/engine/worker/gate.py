@@ -10,6 +10,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import Draining, WorkerStale
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.worker.identity import WorkerIdentity
+from slipstream.engine.worker.salts import Salts
 from slipstream.engine.worker.updates import WorkerState, WorkerUpdates
 
 
@@ -20,18 +21,23 @@ class WorkerGate:
     weights and holds none of the KV it was chosen for.
     """
 
-    def __init__(self, identity: WorkerIdentity, updates: WorkerUpdates) -> None:
+    def __init__(self, identity: WorkerIdentity, updates: WorkerUpdates, salts: Salts) -> None:
         self._identity = identity
         self._updates = updates
+        self.salts = salts
         self._idle = asyncio.Event()
         self._idle.set()
         self.active = 0
         self.draining = False
 
     @contextmanager
-    def admitted(self, worker_epoch: str, min_version: types_pb2.PolicyVersion) -> Generator[None, None, None]:
+    def admitted(
+        self, worker_epoch: str, min_version: types_pb2.PolicyVersion, salt: str
+    ) -> Generator[None, None, None]:
         """Check a request and count it while it runs."""
-        self._check(worker_epoch, PolicyVersion.from_proto(min_version))
+        version = PolicyVersion.from_proto(min_version)
+        self._check(worker_epoch, version)
+        self.salts.see(salt, version)
         self.active += 1
         self._idle.clear()
         try:

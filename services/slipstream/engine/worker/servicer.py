@@ -135,6 +135,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.FinishUpdateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.FinishUpdateResponse:
         self._updates.finish(request.update_id)
+        if request.live_versions:
+            self._gate.salts.keep({PolicyVersion.from_proto(version) for version in request.live_versions})
         return worker_pb2.FinishUpdateResponse(version=self._updates.version.to_proto(), state=self._state())
 
     async def AbortUpdate(

@@ -28,6 +28,7 @@ from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.kv_events import KvEventLog
 from slipstream.engine.worker.rows import RouteRows, RowsServicer
+from slipstream.engine.worker.salts import Salts
 from slipstream.engine.worker.servicer import WorkerServicer
 from slipstream.engine.worker.timeline import Timeline
 from slipstream.engine.worker.updates import Applied, WorkerState, WorkerUpdates
@@ -69,7 +70,7 @@ class Worker:
         self.identity = WorkerIdentity(config.replica, role)
         self.updates = WorkerUpdates(engine, transport, config.replica, self._serving_version)
         self.updates.on_applied = self._record_update
-        self.gate = WorkerGate(self.identity, self.updates)
+        self.gate = WorkerGate(self.identity, self.updates, Salts(engine))
         self.routes = RouteRows(engine, self.identity)
         self.kv_events = KvEventLog()
         timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"
