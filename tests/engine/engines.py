@@ -15,6 +15,8 @@ from slipstream.models.registry import load_sizes
 
 FIRST = PolicyVersion(1, 0)
 """What an engine under test serves at first."""
+CHUNK_TOKENS = 64
+"""Prompt tokens a step, where an engine can cut prompts."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class EngineUnderTest(Protocol):
     """Of log-probabilities against the trainer's model."""
 
     async def build(self, model_dir: Path, limits: Limits) -> Engine:
-        """A started engine that serves the weights in `model_dir` as version `FIRST`."""
+        """A started engine that serves the weights in `model_dir` as version `FIRST`.
+
+        One that can chunk a prefill is to compute at most `CHUNK_TOKENS` of prompts in a step.
+        """
         ...
 
     async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
@@ -59,7 +64,7 @@ class Embedded:
             block_count=limits.blocks,
             max_running_samples=limits.running_samples,
             max_waiting_requests=limits.waiting_requests,
-            max_prefill_tokens=64,
+            max_prefill_tokens=CHUNK_TOKENS,
             transfer_ttl_s=limits.transfer_ttl_s,
         )
         engine = EmbeddedEngine(sizes, config)

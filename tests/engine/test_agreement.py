@@ -56,7 +56,7 @@ def compare(bench: Bench, request: DecodeRequest, samples: Sequence[Finished], f
     figure("sequences with a near-tie in routing", flips)
 
 
-@pytest.mark.parametrize("length", [1, 7, 70])
+@pytest.mark.parametrize("length", [1, 7, 70, 220])
 async def test_sampled_logprobs_equal_a_full_forward(bench: Bench, figure, length):
     request = bench.request(prompt_of(length), samples=6, max_new_tokens=24)
     compare(bench, request, await bench.run(request), figure)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.engine.bench import Bench, prompt_of, unique
+from tests.engine.engines import CHUNK_TOKENS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -85,6 +86,23 @@ async def test_a_context_may_be_filled_to_the_last_token(bench: Bench):
     (sample,) = await bench.ask(prompt, temperature=0.0, max_new_tokens=5)
     assert (len(sample.token_ids), sample.finish_reason) == (5, "length")
     bench.oracle.assert_greedy(prompt, sample.token_ids, bench.kind.tolerance)
+
+
+async def test_running_samples_go_on_while_a_long_prompt_is_computed(bench: Bench):
+    """Where prompts are cut; else the prompt is one step, and the sample has a gap."""
+    stream = bench.engine.decode(bench.request(prompt_of(5), max_new_tokens=250), flush_s=0.0)
+    await anext(stream)
+    prompt = prompt_of(bench.engine.limits.max_context_tokens - 8, seed=5)
+    before = bench.engine.load()
+    job = bench.prefill_request(prompt)
+    await bench.engine.prefill(job)
+    after = bench.engine.load()
+    assert after.prefilled_tokens - before.prefilled_tokens == len(prompt) - 1
+    if bench.engine.capabilities.chunked_prefill:
+        assert after.decode_steps - before.decode_steps >= len(prompt) // CHUNK_TOKENS - 1
+    await stream.aclose()
+    assert bench.engine.release_kv(job.request_id)
+    bench.oracle.assert_greedy(prompt, await bench.greedy(prompt), bench.kind.tolerance)
 
 
 async def test_chunks_come_as_often_as_asked(bench: Bench):

@@ -83,7 +83,8 @@ def test_whatever_happens_every_sample_ends_once_and_all_blocks_come_back(operat
 def _run(operations) -> None:
     model = build_model(SIZES)
     init_weights(model, 0)
-    core = EngineCore(SIZES, EmbeddedConfig(block_size_tokens=2, block_count=16, max_running_samples=4))
+    config = EmbeddedConfig(block_size_tokens=2, block_count=16, max_running_samples=4, max_prefill_tokens=3)
+    core = EngineCore(SIZES, config)
     core.update(PolicyVersion(1, 0), to_hf(model), lambda paused: None)
     expected: dict[str, int] = {}
     ended: dict[str, int] = {}

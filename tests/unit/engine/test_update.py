@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.engine.base import PrefillRequest
 from slipstream.engine.embedded.core import EngineCore
-from slipstream.engine.embedded.outputs import Chunks
+from slipstream.engine.embedded.outputs import Chunks, PrefillDone, Transfer
+from slipstream.engine.hashing import block_hashes
 from tests.unit.engine.helpers import (
     CONFIG,
     PROMPT,
@@ -106,3 +108,25 @@ def test_tokens_after_a_swap_come_from_the_new_weights_on_the_kept_kv(before):
     for index, prompt in enumerate(prompts):
         assert tokens[f"{index}"] == oracle(prompt, before, 12)
         assert spans[f"{index}"] == [(before, V1), (12 - before, V2)]
+
+
+def test_a_prompt_that_an_update_cuts_rests_on_the_older_weights():
+    core = EngineCore(SIZES, CONFIG.model_copy(update={"max_prefill_tokens": 4}))
+    core.update(V1, tensors(weights(1)), accept)
+    core.add_prefill(PrefillRequest("p", PROMPT, "s"))
+    core.step()
+    assert core.unfinished is not None
+    assert core.blocks.match(block_hashes("s", PROMPT, 4)) == []  # nobody finds half a prompt
+    core.update(V2, tensors(weights(2)), accept)
+    while core.busy:
+        core.step()
+    (done,) = [output for output in core.take_outputs() if isinstance(output, PrefillDone)]
+    assert isinstance(done.outcome, Transfer)
+    result = done.outcome.result
+    assert (result.token_count, result.cached_token_count) == (len(PROMPT) - 1, 0)
+    assert (result.version, result.kv_oldest_version) == (V2, V1)
+    core.add_decode(decode_request("d"), 1.0)
+    while core.busy:
+        core.step()
+    (chunk,) = decoded(core)
+    assert (chunk.cached_token_count, chunk.kv_oldest_version) == (8, V1)

@@ -23,7 +23,8 @@ class EmbeddedConfig(BaseConfig):
     """Requests that wait for room; one more is refused."""
 
     max_prefill_tokens: int = Field(default=2048, ge=1)
-    """Prompt tokens computed in one forward pass, so that running samples do not wait longer than that."""
+    """Prompt tokens computed in one step, so that running samples do not wait longer than that; a longer prompt takes
+    several."""
 
     torch_threads: int = Field(default=1, ge=1)
     """Threads of torch's operators, all within the engine's one thread."""

@@ -4,6 +4,9 @@ Requests wait in one queue. A request is started when its prompt's blocks and on
 may sample) are free; so what runs can always finish, and nothing is ever preempted. Samples of a request share the
 prompt's full blocks; the last, partly filled one is copied for each. More samples are admitted as rows and blocks come
 free, before any later request starts.
+
+A step computes at most `max_prefill_tokens` prompt positions, so that running samples never wait longer: the last
+prompt of a step may be cut, and is the first of the next one (`unfinished`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 import torch
 
 from slipstream.common.errors import RequestAborted
-from slipstream.common.version import PolicyVersion
+from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import (
     BusyInterval,
     DecodeRequest,
@@ -47,14 +50,25 @@ Waiting = PrefillRequest | ActiveDecode
 
 @dataclass
 class _PromptJob:
-    """A prompt whose missing positions are computed in this step."""
+    """A prompt whose positions from `start` to `end - 1` are to be computed, over one step or several."""
 
     owner: Waiting
-    tokens: Sequence[int]
     hashes: list[int]
     blocks: list[int]
     start: int
     end: int
+    done: int
+    """Positions with KV."""
+    oldest: PolicyVersion = UNSET
+    """Weights that computed the first part."""
+
+    @property
+    def request(self) -> PrefillRequest | DecodeRequest:
+        return self.owner.request if isinstance(self.owner, ActiveDecode) else self.owner
+
+    @property
+    def left(self) -> int:
+        return self.end - self.done
 
 
 class EngineCore:
@@ -77,6 +91,8 @@ class EngineCore:
         self.waiting: deque[Waiting] = deque()
         self.partial: deque[ActiveDecode] = deque()
         """Started decode requests with samples still to admit, in order."""
+        self.unfinished: _PromptJob | None = None
+        """A prompt of which a part is computed. It is found by nobody until it is whole."""
         self.transfers: dict[str, Transfer] = {}
         self.busy_log = BusyLog()
         self._outputs: list[Output] = []
@@ -114,6 +130,14 @@ class EngineCore:
             elif item.request.request_id == request_id:
                 self.waiting.remove(item)
                 ended += self._end_unadmitted(item)
+        if (job := self.unfinished) is not None and job.request.request_id == request_id:
+            self.unfinished = None
+            self.blocks.release(job.blocks)
+            if isinstance(job.owner, PrefillRequest):
+                self._outputs.append(PrefillDone(request_id, RequestAborted("aborted while computed")))
+                ended += 1
+            else:
+                ended += self._end_unadmitted(job.owner)
         for row in range(self.batch.count - 1, -1, -1):
             if self.batch.samples[row].owner.request.request_id == request_id:
                 self._end_row(row, "aborted")
@@ -127,7 +151,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self.waiting or self.partial or self.batch.count)
+        return bool(self.waiting or self.unfinished or self.partial or self.batch.count)
 
     def take_outputs(self) -> list[Output]:
         """What happened since the last call: routes before the chunks that end their samples."""
@@ -160,6 +184,12 @@ class EngineCore:
         """Take requests off the queue while there is room. Returns prompts to compute, and how many needed nothing."""
         jobs: list[_PromptJob] = []
         ready = tokens = owed_rows = owed_blocks = 0  # owed: to the first samples of the decode requests in `jobs`
+        if self.unfinished is not None:
+            jobs.append(self.unfinished)
+            tokens += self.unfinished.left
+            if isinstance(self.unfinished.owner, ActiveDecode):
+                owed_rows, owed_blocks = 1, self._own_blocks(self.unfinished.owner.request)
+            self.unfinished = None
         while self.waiting and not self.partial and tokens < self.config.max_prefill_tokens:
             job = self._reserve(self.waiting[0], owed_rows, owed_blocks)
             if job is None:
@@ -167,9 +197,9 @@ class EngineCore:
             self.waiting.popleft()
             if isinstance(job.owner, ActiveDecode) and job.owner.request.kv is not None:
                 self._import(job, job.owner.request.kv)
-            if job.end > job.start:
+            if job.left:
                 jobs.append(job)
-                tokens += job.end - job.start
+                tokens += job.left
                 if isinstance(job.owner, ActiveDecode):
                     owed_rows += 1
                     owed_blocks += self._own_blocks(job.owner.request)
@@ -199,7 +229,7 @@ class EngineCore:
         start = len(hits) * size
         self.prefix_query_tokens += end
         self.prefix_hit_tokens += start
-        return _PromptJob(item, request.token_ids, hashes, hits + fresh, start, end)
+        return _PromptJob(item, hashes, hits + fresh, start, end, start)
 
     def _own_blocks(self, request: DecodeRequest) -> int:
         """Blocks of one sample beside the prompt's full blocks it shares: room for every token it may sample."""
@@ -208,26 +238,38 @@ class EngineCore:
 
     def _import(self, job: _PromptJob, kv: KvPayload) -> None:
         """Fill the missing positions with KV that another engine computed."""
-        if job.end == job.start:
+        if not job.left:
             return
         array = np.frombuffer(kv.data, "<f4").reshape(kv.header.shape)
         missing = torch.from_numpy(array[:, :, job.start :].copy())
         self.kv.write(self.kv.slots_of(job.blocks, job.start, job.end), missing)
         self._mark_filled(job, kv.header.oldest_version)
-        job.start = job.end
+        job.done = job.end
 
     def _compute_prompts(self, jobs: list[_PromptJob]) -> None:
-        """One forward pass over the missing positions of all jobs."""
+        """One forward pass over the missing positions of all jobs, but for what the last has too many."""
         assert self.version is not None
-        step = self.kv.prefill_step([j.blocks for j in jobs], [j.start for j in jobs], [j.end for j in jobs])
-        tokens = torch.tensor([token for job in jobs for token in job.tokens[job.start : job.end]]).unsqueeze(0)
-        positions = torch.cat([torch.arange(job.start, job.end) for job in jobs]).unsqueeze(0)
+        # Only the last can be more than is left: requests are taken until there is enough to do.
+        ends = [job.end for job in jobs]
+        ends[-1] -= max(0, sum(job.left for job in jobs) - self.config.max_prefill_tokens)
+        starts = [job.done for job in jobs]
+        step = self.kv.prefill_step([job.blocks for job in jobs], starts, ends)
+        parts = list(zip(jobs, starts, ends, strict=True))
+        tokens = torch.tensor(
+            [token for job, start, end in parts for token in job.request.token_ids[start:end]]
+        ).unsqueeze(0)
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]).unsqueeze(0)
         self.model.routes.begin(capture=True)
         self.model.hidden(tokens, positions, step)
         self.kv.routes[step.slots_T.numpy()] = self.model.routes.captured().numpy()
         self.prefilled_tokens += tokens.numel()
-        for job in jobs:
-            self._mark_filled(job, self.version)
+        for job, _, end in parts:
+            job.oldest = job.oldest or self.version  # an update between two parts leaves the older one
+            job.done = end
+            if job.left:
+                self.unfinished = job
+                continue
+            self._mark_filled(job, job.oldest)
             self._prompt_ready(job)
 
     def _mark_filled(self, job: _PromptJob, oldest: PolicyVersion) -> None:
@@ -235,8 +277,7 @@ class EngineCore:
         size = self.config.block_size_tokens
         for block in job.blocks[job.start // size :]:
             self.blocks.oldest[block] = oldest
-        request = job.owner.request if isinstance(job.owner, ActiveDecode) else job.owner
-        self.blocks.register(job.blocks[: len(job.hashes)], job.hashes, request.salt)
+        self.blocks.register(job.blocks[: len(job.hashes)], job.hashes, job.request.salt)
 
     def _prompt_ready(self, job: _PromptJob) -> None:
         """All positions of a prompt have KV: hold it for a transfer, or let its samples in."""

@@ -81,7 +81,7 @@ class EmbeddedEngine:
             vocab_size=sizes.vocab_size,
             max_stop_token_ids=MAX_STOP_TOKENS,
         )
-        self.capabilities = EngineCapabilities()
+        self.capabilities = EngineCapabilities(chunked_prefill=True)
         if config.block_count < 2 * self._core.blocks_a_table:
             raise ValueError("block_count must hold two whole contexts: one prompt and one sample")
 
@@ -330,7 +330,7 @@ class EmbeddedEngine:
         core = self._core
         return EngineLoad(
             running_samples=core.batch.count,
-            waiting_requests=len(core.waiting) + len(core.partial),
+            waiting_requests=len(core.waiting) + len(core.partial) + (core.unfinished is not None),
             blocks_used=core.blocks.used,
             blocks_total=core.blocks.block_count,
             prefix_hit_tokens=core.prefix_hit_tokens,
