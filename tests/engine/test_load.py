@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import EngineLoad
 from slipstream.engine.hashing import block_hashes
 from tests.engine.bench import Bench, Factory, prompt_of, unique, until
 from tests.engine.engines import Limits
+from tests.engine.oracle import tensors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -49,6 +52,28 @@ async def test_gauges_follow_what_runs_waits_and_is_held(build: Factory):
         assert engine.load().blocks_used == -(-19 // bench.block)
         assert engine.release_kv(job.request_id)
         await bench.idle()
+
+
+async def test_counters_at_an_update_are_what_was_sampled_before_it(bench: Bench):
+    """Between two steps nothing moves, so the count is exact: the versions say what came before the pause."""
+    old, before = bench.version, bench.engine.load()
+    requests = [bench.request(prompt_of(9 + index), 2, max_new_tokens=150) for index in range(3)]
+    running = [asyncio.create_task(bench.run(request)) for request in requests]
+    await until(lambda: bench.engine.load().running_samples == 6, "six running samples")
+    seen: list[EngineLoad] = []
+    version = PolicyVersion(old.incarnation, old.step + 1)
+    report = await bench.engine.update(version, tensors(2), lambda paused: seen.append(bench.engine.load()))
+    bench.version, bench.seed = version, 2
+    answers = await asyncio.gather(*running)
+    sampled = sum(sample.versions.count(old) for samples in answers for sample in samples)
+    prompts = sum(2 * len(request.token_ids) for request in requests)
+    (paused,) = seen
+    assert paused.running_samples == report.in_flight_samples == 6
+    assert paused.decoded_tokens - before.decoded_tokens == sampled
+    assert paused.tokens_in_flight == prompts + sampled
+    assert bench.engine.load().decoded_tokens - before.decoded_tokens == 6 * 150
+    await bench.idle()
+    assert bench.engine.load().tokens_in_flight == 0
 
 
 async def test_route_bytes_come_and_go_with_the_rows(bench: Bench):

@@ -215,6 +215,8 @@ class EngineLoad:
 
     running_samples: int = 0
     waiting_requests: int = 0
+    tokens_in_flight: int = 0
+    """Tokens of the running samples, their prompts included."""
     blocks_used: int = 0
     """Held by requests, transfers or samples; cached blocks that nobody holds count as free."""
 

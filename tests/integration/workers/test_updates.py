@@ -256,6 +256,30 @@ async def test_load_reports_carry_version_counters_and_cache_events(cluster):
             pass
 
 
+async def test_the_reported_counters_are_the_callers_own_count(cluster):
+    _, decoder = cluster.members
+    stream = aiter(decoder.control.WatchLoad(worker_pb2.WatchLoadRequest()))
+    running = asyncio.create_task(
+        cluster.samples(decoder, cluster.decode_request(decoder, None, samples=8, sampling=LONG))
+    )
+    async with asyncio.timeout(20):
+        async for report in stream:
+            load = report.load
+            if load.running_sample_count == 8:
+                in_flight = load.tokens_in_flight_count
+                assert 8 * len(PROMPT) <= in_flight <= 8 * (len(PROMPT) + LONG["max_new_tokens"])
+                break
+        samples = await running
+        sampled = sum(len(sample.token_ids) for sample in samples)
+        async for report in stream:
+            if not report.load.running_sample_count:
+                break
+    load = report.load
+    assert report.epoch == decoder.epoch
+    assert (load.sampled_token_count, load.prefilled_token_count) == (sampled, len(PROMPT) - 1)
+    assert (load.blocks_used, load.waiting_request_count, load.tokens_in_flight_count) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("per_second", [2, 10])
 async def test_load_reports_keep_to_their_rate(cluster, per_second):
     _, decoder = cluster.members

@@ -79,6 +79,11 @@ class RunningBatch:
     def full(self) -> bool:
         return self.count == self.capacity
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of all rows, prompts included."""
+        return int(self.position[: self.count].sum()) + self.count
+
     def add(self, sample: RunningSample) -> None:
         """Put a sample into the next row. Its first step computes the last prompt token."""
         row, request = self.count, sample.owner.request

@@ -331,6 +331,7 @@ class EmbeddedEngine:
         return EngineLoad(
             running_samples=core.batch.count,
             waiting_requests=len(core.waiting) + len(core.partial) + (core.unfinished is not None),
+            tokens_in_flight=core.batch.token_count,
             blocks_used=core.blocks.used,
             blocks_total=core.blocks.block_count,
             prefix_hit_tokens=core.prefix_hit_tokens,

@@ -170,4 +170,5 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             prefix_hit_token_count=load.prefix_hit_tokens,
             sampled_token_count=load.decoded_tokens,
             prefilled_token_count=load.prefilled_tokens,
+            tokens_in_flight_count=load.tokens_in_flight,
         )

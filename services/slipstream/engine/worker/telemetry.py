@@ -12,6 +12,7 @@ from slipstream.engine.base import Engine
 
 running_samples = Reading("gauge", "slipstream_worker_running_samples", "Samples being decoded.")
 waiting_requests = Reading("gauge", "slipstream_worker_waiting_requests", "Requests that have not begun.")
+tokens_in_flight = Reading("gauge", "slipstream_worker_tokens_in_flight", "Tokens of running samples, with prompts.")
 blocks_used = Reading("gauge", "slipstream_worker_kv_blocks_used", "KV blocks held by requests, transfers or samples.")
 blocks_total = Reading("gauge", "slipstream_worker_kv_blocks_limit", "KV blocks in all.")
 prefilled_tokens = Reading("counter", "slipstream_worker_prefilled_tokens", "Prompt positions computed.")
@@ -41,6 +42,7 @@ def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Call
     for reading, field in (
         (running_samples, "running_samples"),
         (waiting_requests, "waiting_requests"),
+        (tokens_in_flight, "tokens_in_flight"),
         (blocks_used, "blocks_used"),
         (blocks_total, "blocks_total"),
         (prefilled_tokens, "prefilled_tokens"),
