@@ -271,9 +271,9 @@ async def test_the_reported_counters_are_the_callers_own_count(cluster):
                 break
         samples = await running
         sampled = sum(len(sample.token_ids) for sample in samples)
-        async for report in stream:
-            if not report.load.running_sample_count:
-                break
+        report = await anext(stream)
+        while report.load.running_sample_count:
+            report = await anext(stream)
     load = report.load
     assert report.epoch == decoder.epoch
     assert (load.sampled_token_count, load.prefilled_token_count) == (sampled, len(PROMPT) - 1)
