@@ -53,7 +53,10 @@ class AsyncClient:
 
     @classmethod
     def of_run(cls, run_dir: Path | str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Self:
-        """A client of the run in a directory, `runs/demo` say, with the token that lies there."""
+        """A client of the run in a directory, `runs/demo` say, with the token that lies there.
+
+        Raises `FileNotFoundError` before the run has started, and `RunEnded` once its launcher is gone.
+        """
         return cls(Connection.of_run(run_dir), timeout_s)
 
     async def __aenter__(self) -> Self:

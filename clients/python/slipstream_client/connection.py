@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
+
+from slipstream_client.errors import RunEnded
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -57,11 +60,16 @@ class Connection:
 
     @classmethod
     def of_run(cls, run_dir: Path | str) -> Self:
-        """What a run directory says: `endpoints.toml`, `token`, and `[tls]` of `config.toml`."""
+        """What a run directory says: `endpoints.toml`, `token`, and `[tls]` of `config.toml`.
+
+        Raises `FileNotFoundError` before the run has started, and `RunEnded` once its launcher is gone.
+        """
         run_dir = Path(run_dir)
         endpoints = run_dir / "endpoints.toml"
         if not endpoints.exists():
             raise FileNotFoundError(f"{run_dir} is no run directory, or its run has not started: no endpoints.toml")
+        if _is_over(run_dir):
+            raise RunEnded(f"the run in {run_dir} is over, its services are gone; `slipstream up` starts another")
         address = tomllib.loads(endpoints.read_text())["endpoints"]["orchestrator"]
         token_file, config_file = run_dir / "token", run_dir / "config.toml"
         configured = tomllib.loads(config_file.read_text()).get("tls", {}) if config_file.exists() else {}
@@ -85,3 +93,13 @@ class Connection:
         if self.tls is None:
             return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(self.address, self.tls.credentials(), options=CHANNEL_OPTIONS)
+
+
+def _is_over(run_dir: Path) -> bool:
+    """The launcher locks its file for as long as it runs. A run that was started without one has no such file."""
+    try:
+        with (run_dir / "launcher.lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # locked; or there is none, or it is not ours to read: the first call will tell
+        return False
+    return True

@@ -81,7 +81,7 @@ class RolloutQueueFull(SlipstreamClientError):
 
 
 class RunEnded(SlipstreamClientError):
-    """The run has ended and takes no more work; `metadata["state"]` says how."""
+    """The run has ended and takes no more work. A server says how in `metadata["state"]`."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
     default_reason = "RUN_ENDED"

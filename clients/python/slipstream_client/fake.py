@@ -157,7 +157,9 @@ class FakeServer:
 
     def _start(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.Rollout:
         if self._run.state != run_pb2.RUN_STATE_RUNNING:
-            raise RunEnded(self._run.reason, metadata={"state": run_pb2.RunState.Name(self._run.state)})
+            how = run_pb2.RunState.Name(self._run.state)
+            sentence = f"the run has ended ({self._run.reason}); it takes no more rollouts"
+            raise RunEnded(sentence, metadata={"state": how})
         environment = request.task.environment
         script = self._scripts.get(environment)
         if script is None and environment:

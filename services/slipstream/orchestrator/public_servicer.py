@@ -70,7 +70,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     def _refuse_ended(self) -> None:
         if self._state.ended:
-            raise RunEnded(self._state.reason, state=run_pb2.RunState.Name(self._state.state))
+            raise _ended(self._state, "it can neither pause nor go on")
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -89,7 +89,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _create(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
         if self._state.ended:
-            raise RunEnded(self._state.reason, state=run_pb2.RunState.Name(self._state.state))
+            raise _ended(self._state, "it takes no more rollouts")
         name, known = request.task.environment, self._sequencer.environments
         if request.HasField("task") and name not in known:
             raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
@@ -154,3 +154,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.CloseSessionResponse:
         raise Unsupported("this release does not run sessions", method="CloseSession")
+
+
+def _ended(state: RunState, so: str) -> RunEnded:
+    return RunEnded(f"the run has ended ({state.reason}); {so}", state=run_pb2.RunState.Name(state.state))

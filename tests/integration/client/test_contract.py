@@ -196,7 +196,7 @@ async def test_a_watch_ends_with_the_run_and_creation_is_refused(make_world: Any
         await world.runs.StopRun(run_pb2.StopRunRequest(request_id="stop", reason="enough"))
         changes = await asyncio.wait_for(watch, 10)
         assert (changes[-1].group_id, changes[-1].state) == (created.group_id, RolloutState.CANCELLED)
-        with pytest.raises(RunEnded, match="enough"):
+        with pytest.raises(RunEnded, match=r"the run has ended \(enough\); it takes no more rollouts"):
             await client.create_rollout(prompt="x")
         assert [run.state async for run in client.watch_run(timeout_s=10.0)][-1] == "stopped"
 
