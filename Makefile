@@ -22,6 +22,8 @@ SLIPSTREAM_PIP_ARGS ?=
 # An index given for torch may hold little else, so for the other packages it is one more index.
 REST_PIP_ARGS = $(patsubst -i,--extra-index-url,$(subst --index-url,--extra-index-url,$(SLIPSTREAM_PIP_ARGS)))
 PROTOS := $(shell find proto -name '*.proto')
+# Ours alone: what others leave in this folder is not checked.
+PYTHON_FILES := services tests loadtests examples clients hatch_build.py
 FAST_TESTS := tests/unit tests/property
 # Every other folder: integration, edges, wheel, compose, docs, ... e2e and fault start a dozen whole runs.
 TESTS ?= $(filter-out $(FAST_TESTS) tests/gpu tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/))))
@@ -101,10 +103,10 @@ test-engines: $(VENV)/.dev
 	@echo "== Tests: tests/engine"
 	@$(BIN)/python -m pytest tests/engine
 
-# Two processes, for two cores: what reads the code, beside what runs it.
+# Two processes, for two cores: what reads the code, beside what runs it. The tests' dots come as they go.
 check: $(VENV)/.dev
 	@started=$$SECONDS; \
-	$(MAKE) -j2 --output-sync=target --keep-going check-static check-tests || \
+	$(MAKE) -j2 --keep-going check-tests check-static || \
 	  { echo "make check: FAILED, after $$((SECONDS - started)) s"; exit 1; }; \
 	echo "make check: ok, in $$((SECONDS - started)) s"
 
@@ -112,21 +114,27 @@ check-tests: $(VENV)/.dev
 	@echo "== Tests: $(FAST_TESTS)"
 	@$(BIN)/python -m pytest -q $(FAST_TESTS)
 
+# All of them, also when one fails; what a check says is shown if it fails, in one piece.
 check-static: $(VENV)/.dev
-	@echo "== Format, lint"
-	@$(BIN)/ruff format --check -q . || { echo "run: ruff format ."; exit 1; }
-	@$(BIN)/ruff check -q .
-	@echo "== Imports"
-	@$(BIN)/lint-imports > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
-	@echo "== Protos"
-	@$(BIN)/python hatch_build.py check
-	@$(BIN)/python hatch_build.py image $(VENV)/image.binpb
-	@$(BIN)/buf lint $(VENV)/image.binpb --config buf.yaml
-	@$(BIN)/buf breaking $(VENV)/image.binpb --against proto/baseline.binpb --config buf.yaml || \
-	  { echo "the protos break the committed contract; if that is meant: make proto-baseline"; exit 1; }
-	@cd proto && ../$(BIN)/buf format --diff --exit-code . > ../$(VENV)/format.log || { cat ../$(VENV)/format.log; exit 1; }
-	@echo "== Types"
-	@$(BIN)/pyright --level error > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
+	@failed=; \
+	check() { \
+	  name=$$1; shift; echo "== $$name"; \
+	  "$$@" > $(VENV)/check.log 2>&1 || { cat $(VENV)/check.log; failed="$$failed$${failed:+, }$$name"; }; \
+	}; \
+	check "Format" $(BIN)/ruff format --check $(PYTHON_FILES); \
+	check "Lint" $(BIN)/ruff check -q $(PYTHON_FILES); \
+	check "Imports" $(BIN)/lint-imports; \
+	check "Protos: made from the source" $(BIN)/python hatch_build.py check; \
+	check "Protos: image" $(BIN)/python hatch_build.py image $(VENV)/image.binpb; \
+	check "Protos: lint" $(BIN)/buf lint $(VENV)/image.binpb --config buf.yaml; \
+	check "Protos: contract" \
+	  $(BIN)/buf breaking $(VENV)/image.binpb --against proto/baseline.binpb --config buf.yaml; \
+	check "Protos: format" env -C proto ../$(BIN)/buf format --diff --exit-code .; \
+	check "Types" $(BIN)/pyright --level error; \
+	test -z "$$failed" && exit; \
+	echo "check-static: FAILED: $$failed"; \
+	echo "(a format is mended by: ruff format FILE; a break of the contract that is meant, by: make proto-baseline)"; \
+	exit 1
 
 proto: $(VENV)/.dev
 	@$(BIN)/python hatch_build.py
