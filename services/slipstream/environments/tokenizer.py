@@ -43,6 +43,8 @@ class TextCodec:
         if end_id is None:
             raise ValueError(f"the tokenizer has no end token {END!r}, and config.json no eos_token_id")
         self.end_id: int = end_id
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        """Characters of the longest token."""
 
     @classmethod
     def load(cls, model_dir: Path) -> TextCodec:

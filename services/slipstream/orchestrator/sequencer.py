@@ -39,6 +39,8 @@ log = structlog.get_logger()
 # A runner fails a group at its deadline; one whose answer never reached a runner is given up a little later.
 _DEADLINE_GRACE_S = 5.0
 _REPORTS_REMEMBERED = 4096
+# Well below the 16 MiB of a message: the last group taken, with a prompt of 1 MiB, may lie above.
+_ACQUIRED_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -154,12 +156,17 @@ class Sequencer:
         )
 
     def acquire(self, runner: Runner, max_groups: int) -> list[runner_pb2.GroupAssignment]:
-        """Hand out up to `max_groups` groups: evaluations first, then third parties, then training."""
+        """Hand out up to `max_groups` groups: evaluations first, then third parties, then training.
+
+        Fewer where prompts of third parties are large: the answer must fit a message.
+        """
         groups: list[runner_pb2.GroupAssignment] = []
         if runner.spool_full:
             return groups
-        while len(groups) < max_groups and self.available:
+        size_bytes = 0
+        while len(groups) < max_groups and size_bytes < _ACQUIRED_BYTES and self.available:
             groups.append(self._next_group())
+            size_bytes += groups[-1].ByteSize()
         now = self._clock()
         for group in groups:
             attempt = Attempt(group, runner.runner_id, now)

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from slipstream.common.errors import EnvironmentFailed
+from slipstream.common.errors import ContextTooLong, EnvironmentFailed, SlipstreamError
 from slipstream.runner import telemetry
 
 log = structlog.get_logger()
@@ -61,6 +61,12 @@ class ScoredSample:
     text: str
 
 
+def _failure(task: TaskKey, prompt: dict[str, Any]) -> SlipstreamError:
+    if "context" in prompt:
+        return ContextTooLong(prompt["error"], name="prompt", limit=prompt["context"])
+    return EnvironmentFailed(prompt["error"], environment=task.environment)
+
+
 class EnvironmentWorker:
     """Owns one environment worker process."""
 
@@ -86,7 +92,7 @@ class EnvironmentWorker:
         finally:
             await self._end_process()
 
-    async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt | EnvironmentFailed]:
+    async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt | SlipstreamError]:
         """Render tasks to prompts, each by itself. Raises `EnvironmentFailed` when the worker fails."""
         reply = await self._ask(
             ",".join(sorted({task.environment for task in tasks})),
@@ -94,7 +100,7 @@ class EnvironmentWorker:
         )
         stop = reply["stop_token_ids"]
         return [
-            EnvironmentFailed(prompt["error"], environment=task.environment)
+            _failure(task, prompt)
             if "error" in prompt
             else RenderedPrompt(prompt["text"], prompt["token_ids"], stop)
             for task, prompt in zip(tasks, reply["prompts"], strict=True)
@@ -169,6 +175,8 @@ class EnvironmentWorker:
                     future.set_result(reply)
         except ConnectionError:
             log.info("environment_worker_connection_broke")
+        except ValueError as error:  # a line that is too long, or none of ours: environment code wrote it
+            log.warning("environment_worker_unintelligible", detail=str(error))
         finally:
             self._up.clear()
             self._writer.close()

@@ -23,6 +23,7 @@ from slipstream.common.config import ConfigError, cli
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
+from slipstream.common.errors import ContextTooLong
 from slipstream.environments.base import Completion, Environment
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
@@ -44,6 +45,7 @@ class EnvironmentHost:
         self._environments = environments
         self._sandbox = sandbox
         self._codec: TextCodec | None = None
+        self._context_tokens = 0
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request. User code runs in here, so anything may be raised: it becomes an error reply."""
@@ -62,6 +64,8 @@ class EnvironmentHost:
         """The groups of other environments must not fail with this one."""
         try:
             return self._prompt(codec, task)
+        except ContextTooLong as error:
+            return {"error": error.message, "context": self._context_tokens}
         except Exception as error:
             log.exception("environment_failed", op="prompts", environment=task["environment"])
             return {"error": f"{type(error).__name__}: {error}"}
@@ -71,7 +75,15 @@ class EnvironmentHost:
         if text is None:
             environment = self._environments[task["environment"]]
             text = environment.prompt(environment.task(task["split"], task["index"]))
-        return {"text": text, "token_ids": codec.encode(text)}
+        # A long text takes seconds to encode, which are others' seconds too: what cannot fit is not begun.
+        token_ids = codec.encode(text) if len(text) <= self._context_tokens * codec.longest_token else None
+        if token_ids is None or len(token_ids) > self._context_tokens:
+            raise ContextTooLong(
+                f"a prompt of {len(text)} characters does not fit {self._context_tokens} tokens",
+                name="prompt",
+                limit=self._context_tokens,
+            )
+        return {"text": text, "token_ids": token_ids}
 
     async def _score(self, codec: TextCodec, task: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:
         completions = [Completion(codec.decode(sample["token_ids"]), sample["stopped"]) for sample in samples]
@@ -93,6 +105,8 @@ class EnvironmentHost:
             async with asyncio.timeout(TOKENIZER_WAIT_S):
                 while not (self._config.model_dir / "config.json").exists():  # noqa: ASYNC110 another process writes it
                     await asyncio.sleep(TOKENIZER_POLL_S)
+            config = json.loads((self._config.model_dir / "config.json").read_text())
+            self._context_tokens = int(config.get("max_position_embeddings") or sys.maxsize)
             self._codec = TextCodec.load(self._config.model_dir)
         return self._codec
 

@@ -144,12 +144,17 @@ class RunnerLoops:
                     await asyncio.sleep(RETRY_S)
 
     async def _start(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
-        """Give each group a slot and a task; prompts are rendered in one call."""
+        """Give each group a slot and a task; prompts are rendered in one call, those that third parties sent by
+        themselves: together they may be longer than a call may be, and none but their own groups should fail by them.
+        """
         assert self._group_tasks is not None
         for assignment in assignments:
             await self._slots.acquire()
             self._running[assignment.group_id, assignment.attempt] = Running(assignment)
-        self._group_tasks.create_task(self._render_and_run(assignments))
+        sent = [assignment for assignment in assignments if assignment.HasField("prompt")]
+        for together in ([a for a in assignments if not a.HasField("prompt")], *([a] for a in sent)):
+            if together:
+                self._group_tasks.create_task(self._render_and_run(together))
 
     async def _render_and_run(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
         assert self._group_tasks is not None
@@ -160,7 +165,7 @@ class RunnerLoops:
                 await self._end(assignment, self._failed(assignment, error))
             return
         for assignment, prompt in zip(assignments, prompts, strict=True):
-            if isinstance(prompt, EnvironmentFailed):
+            if isinstance(prompt, SlipstreamError):
                 await self._end(assignment, self._failed(assignment, prompt))
             else:
                 self._group_tasks.create_task(self._run_group(assignment, prompt))

@@ -325,3 +325,16 @@ async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> No
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await world.rollouts.OpenSession(rollout_pb2.OpenSessionRequest(request_id="s", idle_timeout_ms=1))
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_large_prompts_are_handed_out_in_answers_that_fit_a_message(make_world: Make) -> None:
+    async with make_world() as world:
+        world.publish(0)
+        for _ in range(20):
+            request = rollout_pb2.CreateRolloutRequest(request_id=uuid.uuid4().hex, prompt="x" * 2**20, sample_count=1)
+            await world.rollouts.CreateRollout(request)
+        sizes = []
+        while sum(sizes) < 20:
+            groups = await world.acquire(count=20 - sum(sizes), wait_ms=3000)
+            sizes.append(len([group for group in groups if group.HasField("prompt")]))
+        assert max(sizes) == 4

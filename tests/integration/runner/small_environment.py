@@ -40,6 +40,9 @@ class Counting:
                 os._exit(3)
             case "hangs":
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
+            case "talks to the runner":
+                os.write(int(sys.argv[1]), b"no reply\n")
+                time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "answers nonsense":
                 return [Score(float("nan"), False) for _ in completions]
             case "answers too few":

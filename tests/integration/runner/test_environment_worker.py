@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from slipstream.environments.config import ImportedConfig
         ("exits", "the environment worker died"),
         ("dies", "the environment worker died"),
         ("hangs", "environment code did not answer within 1 s"),
+        ("talks to the runner", "the environment worker died"),
     ],
 )
 async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs(
@@ -44,6 +46,29 @@ async def test_an_environment_without_a_prompt_fails_its_own_groups_only(start_w
     )
     good = await world.give()  # handed out in the same answer
     assert (await world.report("bad")).detail == "LookupError: no such task"
+    assert (await world.report(good)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+
+
+async def test_prompts_that_cannot_fit_fail_their_own_groups_at_once(start_world: Any, tmp_path: Path) -> None:
+    world = await start_world()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
+    names = [f"long-{number}" for number in range(8)]
+    world.orchestrator.waiting += [  # together far longer than a line to the environment worker may be
+        runner_pb2.GroupAssignment(
+            group_id=name,
+            attempt=1,
+            prompt="\x01" * 2**20,
+            sample_count=1,
+            deadline_ms=5000,
+            purpose=runner_pb2.GROUP_PURPOSE_EXTERNAL,
+        )
+        for name in names
+    ]
+    good = await world.give()  # handed out in the same answer
+    for name in names:
+        report = await world.report(name)
+        assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "CONTEXT_TOO_LONG")
+        assert report.detail == "a prompt of 1048576 characters does not fit 64 tokens"
     assert (await world.report(good)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
 
 
