@@ -36,6 +36,8 @@ class ProcessSpec:
     """Asked again and again after the start, until true."""
     always_restart: bool = False
     """Restarted whatever the policy says: it keeps nothing that cannot be rebuilt."""
+    resumable: bool = True
+    """Whether a new process can go on where it was; without, its death ends the run whatever the policy says."""
     stops_last: bool = False
     """Asked to stop only when the others have, since they need it to drain."""
 

@@ -24,6 +24,10 @@ ONE_THREAD = ("OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "TOKENIZERS_PARALLE
 """A service has threads of its own; libraries that start one a core would only get in each other's way."""
 
 
+NOT_RESUMED = frozenset({"orchestrator", "trainer"})
+"""Services whose state is in no checkpoint yet: a second one is refused, by its journal or by the broadcaster."""
+
+
 def write_configs(run: RunDir, configs: Mapping[str, ServiceConfig]) -> None:
     """Write one file a process: what `slipstream-<service> @ FILE` takes."""
     for replica, config in configs.items():
@@ -61,6 +65,7 @@ def service_specs(run: RunDir, endpoints: Mapping[str, str], access: Access) -> 
             log_file=run.log_file(replica),
             output_file=run.output_file(replica),
             ready=HealthCheck(address, access),
+            resumable=service_of(replica) not in NOT_RESUMED,
         )
         for replica, address in endpoints.items()
     ]

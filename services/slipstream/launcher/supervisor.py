@@ -160,7 +160,7 @@ class Supervisor:
         spec = process.spec
         count = self._restarts.get(spec.replica, 0)
         budget = ALWAYS_RESTART_BUDGET if spec.always_restart else self._restart_budget
-        if not spec.always_restart and self._restart == "never":
+        if not spec.always_restart and (self._restart == "never" or not spec.resumable):
             self._give_up(spec, f"died ({reason})")
         if count >= budget:
             self._give_up(spec, f"died ({reason}) after {count} restarts, which is its budget")

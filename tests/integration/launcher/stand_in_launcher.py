@@ -43,6 +43,7 @@ def main() -> None:
                 directory / f"{name}.out",
                 ready,
                 always_restart=name == "valkey",
+                resumable=name != "trainer",
                 stops_last=name == "valkey",
             )
         )

@@ -170,6 +170,16 @@ def test_on_failure_restarts_until_the_budget_is_spent(launch):
     assert sentence.startswith("decode died (killed by SIGKILL) after 2 restarts, which is its budget; its log is ")
 
 
+def test_what_cannot_be_resumed_is_not_restarted(launch):
+    launched = launch(restart="on_failure", router=SLEEP, trainer=SLEEP)
+    launched.wait_ready()
+    os.kill(launched.pid("trainer"), signal.SIGKILL)
+    code, sentence = launched.end()
+    assert code == 1
+    assert sentence.startswith("trainer died (killed by SIGKILL); its log is ")
+    assert launched.events("service_restart") == []
+
+
 def test_valkey_restarts_whatever_the_policy(launch):
     launched = launch(valkey=SLEEP, router=SLEEP)
     launched.wait_ready()
