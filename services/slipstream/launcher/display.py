@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -45,6 +46,36 @@ def open_display() -> Display:
     return PanelDisplay() if sys.stdout.isatty() else LineDisplay()
 
 
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a line; that nobody takes it must not end a run.
+
+    What found no room on a full disk waits in the stream's buffer for the next line. Once a reader has gone for good,
+    `slipstream rl | head`, there is nobody left to tell.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        _give_up_on(stream)
+    except OSError:
+        pass
+
+
+def finish_telling() -> None:
+    """Tell what still waits, or drop it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _give_up_on(sys.stdout)
+
+
+def _give_up_on(stream: TextIO) -> None:
+    """Let what is told here go nowhere, so that Python's own flush at its end does not fail either."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class LineDisplay:
     """Plain lines: for logs, pipes and CI."""
 
@@ -59,7 +90,7 @@ class LineDisplay:
         self._said_s = 0.0
 
     def say(self, text: str) -> None:
-        print(f"[{self._clock() - self._begun_s:5.0f} s] {text}", flush=True)
+        tell(f"[{self._clock() - self._begun_s:5.0f} s] {text}")
 
     def ready(self, replica: str, count: int, total: int) -> None:
         self.say(f"{replica} is up ({count} of {total})")

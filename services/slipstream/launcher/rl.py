@@ -12,7 +12,7 @@ from slipstream.common.channel import open_channel
 from slipstream.common.config import dump_toml
 from slipstream.launcher import progress
 from slipstream.launcher.config import RunConfig
-from slipstream.launcher.display import Display, open_display
+from slipstream.launcher.display import Display, finish_telling, open_display, tell
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.needs import check_memory
 from slipstream.launcher.ports import PortLease, assign_endpoints
@@ -125,10 +125,11 @@ def _conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, d
     display.close()
     figures = _figures(latest, wall_s, _report(run))
     if ending.sentence:
-        print(f"{run.name} ended: {ending.sentence} ({figures})", file=sys.stderr, flush=True)
+        tell(f"{run.name} ended: {ending.sentence} ({figures})", sys.stderr)
     else:
         stopped = ending.stopped or latest.state == run_pb2.RUN_STATE_STOPPED
-        print(f"{run.name} {'was stopped' if stopped else 'finished'}: {figures}", flush=True)
+        tell(f"{run.name} {'was stopped' if stopped else 'finished'}: {figures}")
+    finish_telling()
     return ending.exit_code
 
 
