@@ -13,9 +13,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from slipstream.common.config_errors import ConfigError, suggest
 from slipstream.common.config_files import load_config
@@ -29,6 +29,8 @@ ENVIRONMENT = os.environ
 
 Config = TypeVar("Config", bound="BaseConfig")
 
+MAX_SECONDS = 1_000_000
+"""Longest time that a field may name: eleven days."""
 BARE_FLAGS = ("dry-run", "help")
 
 
@@ -36,6 +38,14 @@ class BaseConfig(BaseModel):
     """Base of every config section: unknown keys are errors, values do not change after loading, numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_a_message(cls, value: Any, info: ValidationInfo) -> Any:
+        """Times travel as 32-bit milliseconds."""
+        if (info.field_name or "").endswith("_s") and isinstance(value, int | float) and value > MAX_SECONDS:
+            raise ValueError(f"must be at most {MAX_SECONDS}")
+        return value
 
 
 class ListenConfig(BaseConfig):

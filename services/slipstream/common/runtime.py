@@ -210,12 +210,19 @@ async def serve(
         end_metrics()
 
 
+def _cause(error: Exception) -> Exception:
+    """What went wrong first, where a task group wraps it: of the group itself there is nothing to say."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def _never_return(name: str, loop: Loop) -> None:
     try:
         await loop()
     except Exception as error:
         log.exception("loop_failed", loop=name)
-        raise ServiceFailed(f"loop {name!r} failed: {error}") from error
+        raise ServiceFailed(f"loop {name!r} failed: {_cause(error)}") from error
     log.error("loop_returned", loop=name)
     raise ServiceFailed(f"loop {name!r} returned; it must run for the life of the process")
 

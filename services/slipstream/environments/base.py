@@ -12,6 +12,9 @@ from typing import Any, Literal, Protocol
 
 from slipstream.environments.tools import Tools
 
+MAX_REWARD = 1e30
+"""Rewards beyond lose their spread: its square is not finite."""
+
 Split = Literal["train", "held_out"]
 
 

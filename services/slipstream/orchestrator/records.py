@@ -5,6 +5,7 @@ from __future__ import annotations
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import InvalidRequest
 from slipstream.common.version import PolicyVersion
+from slipstream.environments.base import MAX_REWARD
 
 
 def check_records(
@@ -31,6 +32,8 @@ def _check_record(record: runner_pb2.RolloutRecord, sample_count: int, newest: P
         raise InvalidRequest(f"the group has {sample_count} samples", field="sample_index", limit=sample_count - 1)
     if record.prompt_token_count > count:
         raise InvalidRequest(f"the rollout has {count} tokens", field="prompt_token_count", limit=count)
+    if abs(record.reward) > MAX_REWARD:
+        raise InvalidRequest(f"a reward is within {MAX_REWARD:g} of 0", field="reward", limit=MAX_REWARD)
     end = 0
     for part in record.loss_ranges:
         if not end <= part.start < part.end <= count:

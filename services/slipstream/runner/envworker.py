@@ -24,7 +24,7 @@ from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
 from slipstream.common.errors import ContextTooLong
-from slipstream.environments.base import Completion, Environment
+from slipstream.environments.base import MAX_REWARD, Completion, Environment
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
@@ -116,6 +116,8 @@ def _finite(reward: Any) -> float:
     value = float(reward)
     if not math.isfinite(value):
         raise ValueError(f"a reward must be finite, not {value}")
+    if abs(value) > MAX_REWARD:
+        raise ValueError(f"a reward must be within {MAX_REWARD:g} of 0, not {value}")
     return value
 
 

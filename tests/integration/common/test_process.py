@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from slipstream.common.runtime import ServiceFailed, _never_return
 
 SERVICES = Path(__file__).resolve().parents[3] / "services"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SERVICES)}
@@ -83,6 +86,18 @@ def test_a_loop_that_ends_takes_the_process_down(start, tmp_path, loop, event):
     assert start(loop).wait(timeout=20) == 1
     line = next(line for line in events(tmp_path) if line["event"] == event)
     assert (line["loop"], line["level"]) == ("watch", "error")
+
+
+def test_a_process_says_what_failed_inside_a_task_group():
+    async def loop() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_raise(ValueError("the cause")))
+
+    async def _raise(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(ServiceFailed, match="^loop 'watch' failed: the cause$"):
+        asyncio.run(_never_return("watch", loop))
 
 
 def test_log_lines_carry_run_service_and_replica(start, tmp_path):

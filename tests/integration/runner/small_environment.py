@@ -45,6 +45,8 @@ class Counting:
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "answers nonsense":
                 return [Score(float("nan"), False) for _ in completions]
+            case "answers hugely":
+                return [Score(1e200, False) for _ in completions]
             case "answers too few":
                 return []
         # A number that JSON does not know, as from numpy.

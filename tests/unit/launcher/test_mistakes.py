@@ -59,6 +59,8 @@ def refused(tmp_path, monkeypatch, capsys):
         ("[orchestrator]\nstep_quotas = 1", "x.toml: orchestrator.step_quotas: must be true or false (got 1)"),
         ("[orchestrator]\nstep_quotas = 'yes'", "x.toml: orchestrator.step_quotas: must be true or false (got 'yes')"),
         ("[trainer.optim]\nlr = inf", "x.toml: trainer.optim.lr: must be a finite number (got inf)"),
+        ("[launcher]\nstart_timeout_s = 1e300", "x.toml: launcher.start_timeout_s: must be at most 1000000 (got 1e+300)"),
+        ("[router]\nlease_ttl_s = 3e6", "x.toml: router.lease_ttl_s: must be at most 1000000 (got 3000000.0)"),
         ("[trainer.optim]\nlr = nan", "x.toml: trainer.optim.lr: must be a finite number (got nan)"),
         ("[trainer.optim]\nbetas = [0.9, 1.0]", "x.toml: trainer.optim.betas.1: must be below 1 (got 1.0)"),
         ("[trainer.optim]\nbetas = 0.9", "x.toml: trainer.optim.betas: must be a list (got 0.9)"),

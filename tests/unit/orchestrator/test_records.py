@@ -56,6 +56,14 @@ def test_a_report_in_order_passes():
     check_records(ASSIGNMENT, sound(0, 3), NEWEST)
 
 
+@pytest.mark.parametrize("reward", [1e308, -1e200])
+def test_a_reward_whose_square_is_not_finite_is_refused(reward: float):
+    report = sound(0, 1)
+    report.rollouts[1].reward = reward
+    with pytest.raises(InvalidRequest, match="a reward is within"):
+        check_records(ASSIGNMENT, report, NEWEST)
+
+
 def test_a_sample_counts_once_and_belongs_to_the_group():
     for samples in [(1, 1), (4,)]:
         with pytest.raises(InvalidRequest, match="sample_index"):
