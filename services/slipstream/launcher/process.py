@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -60,18 +59,21 @@ class SupervisedProcess:
         return self._popen.pid
 
     def limit_output(self, limit_bytes: int, kept_files: int) -> None:
-        """Move what it printed to `<name>.1` once it is long; the process has the file open and keeps it.
+        """Move the end of what it printed to `<name>.1` once it is long; the process has the file open and keeps it.
 
         What it prints between the copy and the cut is lost; on a full disk the copy is.
         """
         path = self.spec.output_file
         with contextlib.suppress(OSError):
-            if path.stat().st_size <= limit_bytes:
+            size_bytes = path.stat().st_size
+            if size_bytes <= limit_bytes:
                 return
             if kept_files:
                 staged = path.with_name(f"{path.name}.new")
                 try:
-                    shutil.copyfile(path, staged)
+                    with path.open("rb") as printed, staged.open("wb") as kept:
+                        printed.seek(max(size_bytes - limit_bytes, 0))  # it may have printed gigabytes since the last look
+                        kept.write(printed.read(limit_bytes))
                     staged.replace(numbered(path, 1))
                 except OSError:
                     staged.unlink(missing_ok=True)

@@ -28,6 +28,8 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0
 RESTART_PAUSE_S = 0.5
+LAST_REPLIES_S = 0.2
+"""How long replies of a process that has ended are read, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ def _failure(task: TaskKey, prompt: dict[str, Any]) -> SlipstreamError:
     if "context" in prompt:
         return ContextTooLong(prompt["error"], name="prompt", limit=prompt["context"])
     return EnvironmentFailed(prompt["error"], environment=task.environment)
+
+
+async def _close_after(process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+    """End the connection some time after the process: what it forked may hold the other end open for good."""
+    await process.wait()
+    await asyncio.sleep(LAST_REPLIES_S)
+    writer.close()
 
 
 class EnvironmentWorker:
@@ -162,6 +171,7 @@ class EnvironmentWorker:
                 stdin=asyncio.subprocess.DEVNULL,
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        closing = asyncio.create_task(_close_after(self._process, self._writer))
         try:
             while line := await reader.readline():
                 reply = json.loads(line)
@@ -179,6 +189,7 @@ class EnvironmentWorker:
             log.warning("environment_worker_unintelligible", detail=str(error))
         finally:
             self._up.clear()
+            closing.cancel()
             self._writer.close()
             for future in self._waiting.values():
                 if not future.done():

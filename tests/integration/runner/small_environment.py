@@ -38,6 +38,10 @@ class Counting:
                 sys.exit(3)
             case "dies":
                 os._exit(3)
+            case "forks and dies":
+                if os.fork() == 0:
+                    time.sleep(20)  # noqa: ASYNC251 holds the socket
+                os._exit(3)
             case "hangs":
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "talks to the runner":

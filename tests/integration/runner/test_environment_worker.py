@@ -22,6 +22,7 @@ from slipstream.environments.config import ImportedConfig
         ("answers too few", "ValueError: zip"),
         ("exits", "the environment worker died"),
         ("dies", "the environment worker died"),
+        ("forks and dies", "the environment worker died"),
         ("hangs", "environment code did not answer within 1 s"),
         ("talks to the runner", "the environment worker died"),
     ],
