@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.common.disk import with_older
+from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.intervals import Interval
 from slipstream.launcher.rundir import RunDir
 
@@ -24,7 +25,7 @@ def read_json_lines(path: Path) -> Iterator[Record]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
@@ -83,7 +84,11 @@ class RunRecords:
 
 
 def read_run(run: RunDir) -> RunRecords:
-    config = tomllib.loads(run.config_file.read_text()) if run.config_file.exists() else {}
+    try:
+        config = tomllib.loads(run.config_file.read_text(encoding="utf-8")) if run.config_file.exists() else {}
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunDirError(f"{run.config_file} cannot be read: {reason}") from None
     return RunRecords(
         name=run.name,
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -138,8 +139,9 @@ def find_run(reference: str | None, directory: Path = Path("runs"), *, running: 
     """Find a run by path or name; without one, the newest run (with `running`, the newest that runs)."""
     if reference is not None:
         for path in (Path(reference), directory / reference):
-            if (path / "config.toml").exists():
-                return RunDir(path.resolve())
+            with contextlib.suppress(OSError):  # such as a name that is too long
+                if (path / "config.toml").exists():
+                    return RunDir(path.resolve())
         raise RunDirError(
             f"no run called {reference}: neither {reference} nor {directory / reference} has a config.toml"
         )

@@ -109,9 +109,7 @@ class EnvironmentWorker:
         )
         stop = reply["stop_token_ids"]
         return [
-            _failure(task, prompt)
-            if "error" in prompt
-            else RenderedPrompt(prompt["text"], prompt["token_ids"], stop)
+            _failure(task, prompt) if "error" in prompt else RenderedPrompt(prompt["text"], prompt["token_ids"], stop)
             for task, prompt in zip(tasks, reply["prompts"], strict=True)
         ]
 

@@ -20,10 +20,10 @@ import structlog
 
 from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError, cli
+from slipstream.common.errors import ContextTooLong
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
-from slipstream.common.errors import ContextTooLong
 from slipstream.environments.base import MAX_REWARD, Completion, Environment
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec

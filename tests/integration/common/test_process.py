@@ -96,7 +96,7 @@ def test_a_process_says_what_failed_inside_a_task_group():
     async def _raise(error: Exception) -> None:
         raise error
 
-    with pytest.raises(ServiceFailed, match="^loop 'watch' failed: the cause$"):
+    with pytest.raises(ServiceFailed, match=r"^loop 'watch' failed: the cause$"):
         asyncio.run(_never_return("watch", loop))
 
 
