@@ -212,9 +212,10 @@ async def serve(
 
 def _cause(error: Exception) -> Exception:
     """What went wrong first, where a task group wraps it: of the group itself there is nothing to say."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    if not isinstance(error, ExceptionGroup):
+        return error
+    group: ExceptionGroup[Exception] = error
+    return _cause(group.exceptions[0])
 
 
 async def _never_return(name: str, loop: Loop) -> None:

@@ -52,11 +52,11 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     What found no room on a full disk waits in the stream's buffer for the next line. Once a reader has gone for good,
     `slipstream rl | head`, there is nobody left to tell.
     """
-    stream = stream or sys.stdout
+    taker = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(text, file=taker, flush=True)
     except BrokenPipeError:
-        _give_up_on(stream)
+        _give_up_on(taker)
     except OSError:
         pass
 

@@ -72,9 +72,7 @@ class SupervisedProcess:
                 staged = path.with_name(f"{path.name}.new")
                 try:
                     with path.open("rb") as printed, staged.open("wb") as kept:
-                        printed.seek(
-                            max(size_bytes - limit_bytes, 0)
-                        )  # gigabytes, maybe, since the last look
+                        printed.seek(max(size_bytes - limit_bytes, 0))  # gigabytes, maybe, since the last look
                         kept.write(printed.read(limit_bytes))
                     staged.replace(numbered(path, 1))
                 except OSError:
