@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 import structlog
@@ -212,10 +212,9 @@ async def serve(
 
 def _cause(error: Exception) -> Exception:
     """What went wrong first, where a task group wraps it: of the group itself there is nothing to say."""
-    if not isinstance(error, ExceptionGroup):
-        return error
-    group: ExceptionGroup[Exception] = error
-    return _cause(group.exceptions[0])
+    while isinstance(error, ExceptionGroup):
+        error = cast("ExceptionGroup[Exception]", error).exceptions[0]
+    return error
 
 
 async def _never_return(name: str, loop: Loop) -> None:
