@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -24,6 +29,8 @@ PHASE_NAMES = {
     "ended": "ended",
 }
 RETRY_S = 0.5
+MANY_MORE = 4
+"""Failed groups are told of again when there are so many times as many as when they were told of last."""
 SILENCE_TIMEOUT_S = 10.0
 
 
@@ -81,7 +88,8 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
     # Of the newest step: in another phase they would be figures of the past.
     for name, key, digits in (("reward", "reward_mean", 2), ("lag", "lag_mean", 1), ("tokens/s", "tokens_per_s", 0)):
         if run.phase == "training" and key in metrics:
-            shown.append((name, f"{metrics[key]:.{digits}f}"))
+            value = metrics[key]
+            shown.append((name, f"{value:.{digits}f}" if math.isfinite(value) else "–"))
     shown.append(("left", "–" if left_s is None else duration(left_s)))
     return shown
 
@@ -105,6 +113,47 @@ class Milestones:
         fresh = {name: parts for name, parts in found.items() if name not in self._told}
         self._told |= fresh.keys()
         return [f"held-out accuracy {name} training: {', '.join(parts)}" for name, parts in fresh.items()]
+
+
+class GroupFailures:
+    """Reads along in `metrics.jsonl`: the first group of an environment that failed, and when many more have."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._told: dict[str, int] = {}
+
+    def news(self) -> list[str]:
+        """Sentences on what has come since the last call."""
+        newest: dict[str, dict[str, Any]] = {}
+        for record in self._records():
+            newest[str(record["environment"])] = record
+        fresh = {
+            name: record
+            for name, record in newest.items()
+            if record["groups_failed"] >= max(1, MANY_MORE * self._told.get(name, 0))
+        }
+        self._told |= {name: record["groups_failed"] for name, record in fresh.items()}
+        return [failure_sentence(record) for record in fresh.values()]
+
+    def _records(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._read_bytes:
+                    self._read_bytes = 0  # it reached its bound and began anew
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        self._read_bytes += len(whole) + 1 if whole else 0
+        return [json.loads(line) for line in whole.splitlines() if b'"kind":"group_failed"' in line]
+
+
+def failure_sentence(record: dict[str, Any]) -> str:
+    return (
+        f"{record['groups_failed']} of {record['groups_ended']} groups of {record['environment']!r} failed, "
+        f"the last with {record['detail']}; traceback in logs/{record['runner']}.log"
+    )
 
 
 def outcome(run: run_pb2.Run) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
     accuracies = accuracy_by_environment(records)
     main = accuracies.get(main_environment(records), {})
     cancelled = cancelled_by_reason(records)
+    failed = failed_by_environment(records)
     for step in steps:  # tokens that carry a gradient, where the trainer told them apart from prompts
         step["trained_tokens"] = step.get("loss_tokens", step.get("tokens", 0))
     tokens = sum(int(step["trained_tokens"]) for step in steps)
@@ -71,6 +72,8 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "reward_last": steps[-1].get("reward_mean") if steps else None,
         "groups_trained": sum(int(step.get("groups_trained", 0)) for step in steps),
         "groups_filtered": sum(int(step.get("groups_filtered", 0)) for step in steps),
+        "groups_failed": sum(failed.values()),
+        "groups_failed_by_environment": failed,
         "tokens_trained": tokens,
         "tokens_per_s": tokens / training_s if training_s else None,
         "versions_applied": len(records.of_kind("update")),
@@ -112,6 +115,12 @@ def cancelled_by_reason(records: RunRecords, unit: str = "count") -> dict[str, i
     for cancelled in records.of_kind("cancelled"):
         counts[str(cancelled.get("reason", "unknown"))] += int(cancelled.get(unit, 1))
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def failed_by_environment(records: RunRecords) -> dict[str, int]:
+    """Groups that failed, of training and of evaluations, most first; environment code raised, or too few members."""
+    counts = Counter(str(failed["environment"]) for failed in records.of_kind("group_failed"))
+    return dict(counts.most_common())
 
 
 def lag_histogram(records: RunRecords) -> dict[int, int]:

@@ -183,13 +183,15 @@ def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         ("trained", float(figures["groups_trained"]), BLUE),
         ("no variance", float(figures["groups_filtered"]), GREY),
         *((f"cancelled: {name.lower().replace('_', ' ')}", float(n), ORANGE) for name, n in cancelled.items()),
+        *((f"failed: {name}", float(n), RED) for name, n in figures["groups_failed_by_environment"].items()),
     ]
     return [
         _card("Lag of trained groups", charts.bar_chart(lags, x_label="versions behind", y_label="groups"),
               f"Bound: {figures['lag_bound']}."),
         _card("How groups ended", charts.level_chart(ends),
               f"In groups; {figures['rollouts_cancelled']} rollouts were cancelled. Aged out may have started again. "
-              "No variance: all rollouts of the group earned the same, so there is nothing to learn from them."),
+              "No variance: all rollouts of the group earned the same, so there is nothing to learn from them. Failed: "
+              "the environment raised; the runner's log has the traceback."),
     ]  # fmt: skip
 
 

@@ -59,6 +59,7 @@ async def _run_rl(
     count = sum(map(len, stages))
     display.say(f"run {run.name}: starting {count} processes ({', '.join(_kinds(stages))}) in {shown(run.path)}")
     latest = run_pb2.Run()
+    failures = progress.GroupFailures(run.path / "metrics.jsonl")
     up: list[str] = []
 
     def on_ready(replica: str) -> None:
@@ -69,6 +70,8 @@ async def _run_rl(
         latest.CopyFrom(now)
         run.write_waiting()
         display.show(now)
+        for news in failures.news():
+            display.say(news)
 
     async def work() -> None:
         display.say("all services are up; `slipstream status` and `slipstream stop` work from another terminal")

@@ -26,6 +26,7 @@ class Evaluation:
         }
         self._waiting: deque[str] = deque(self.tasks)
         self._attempts: dict[str, int] = {}
+        self.failed_once: set[str] = set()
         self._answers: dict[str, bool] = {}
 
     @property

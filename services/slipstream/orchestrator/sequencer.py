@@ -25,9 +25,10 @@ from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, 
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.external import ExternalGroups
+from slipstream.orchestrator.failures import TOO_FEW_MEMBERS, Failures
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
-from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals
+from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite
 from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
@@ -55,15 +56,6 @@ class Attempt:
     def key(self) -> AttemptKey:
         """Name of the attempt."""
         return self.assignment.group_id, self.assignment.attempt
-
-
-@dataclass(slots=True)
-class FailureStreak:
-    """Groups of one environment that failed since its last success."""
-
-    count: int = 0
-    since: float = 0.0
-    detail: str = ""
 
 
 @dataclass(slots=True)
@@ -127,7 +119,7 @@ class Sequencer:
         """Set when something changed that Redis shows."""
         self.incarnation = 1
         self.totals = Totals()
-        self.failures: dict[str, FailureStreak] = {}
+        self.failures = Failures(metrics, clock)
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
         self._wanted_step = 0
@@ -228,8 +220,8 @@ class Sequencer:
             self.leases.drop(attempt.runner_id, key)
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)
-            self._note_outcome(attempt.assignment, report)
-            if not self._take(attempt.assignment, report):
+            self._note_outcome(attempt, report)
+            if not self._take(attempt, report):
                 result.unneeded.append(key)
                 for record in report.rollouts:
                     self._release_rows(record.routes)
@@ -258,8 +250,9 @@ class Sequencer:
             if key in runner.cancellations:
                 self.leases.acknowledge(runner, [key])
 
-    def _take(self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport) -> bool:
+    def _take(self, running: Attempt, report: runner_pb2.GroupReport) -> bool:
         """Act on a report; return whether its rows are still needed."""
+        assignment = running.assignment
         finished = report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
         if assignment.purpose == EVALUATION:
             self._take_evaluation(assignment, report, finished=finished)
@@ -274,7 +267,9 @@ class Sequencer:
             return False
         if not finished or len(report.rollouts) < self.config.min_group_size:
             self._interval.groups_failed += 1
-            self._end(position, attempt, Outcome.FAILED, report.reason or "TOO_FEW_MEMBERS")
+            if finished:
+                self.failures.too_few(assignment, running.runner_id)
+            self._end(position, attempt, Outcome.FAILED, report.reason or TOO_FEW_MEMBERS)
             return False
         self._interval.add(assignment.environment, report.rollouts)
         scored = self.sealer.judge(assignment, report.rollouts)
@@ -326,17 +321,17 @@ class Sequencer:
         else:
             self.external.end(assignment.group_id, rollout_pb2.ROLLOUT_STATE_FAILED, report.reason, report.detail)
 
-    def _note_outcome(self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport) -> None:
+    def _note_outcome(self, running: Attempt, report: runner_pb2.GroupReport) -> None:
+        assignment = running.assignment
         if assignment.purpose == EXTERNAL:
             return  # what a third party asks for must not end the run
-        environment = assignment.environment
+        counted = self.evaluation is not None and assignment.group_id in self.evaluation.failed_once
         if report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
-            self.failures.pop(environment, None)
+            self.failures.finished(assignment.environment, counted=counted)
         elif report.outcome == runner_pb2.GROUP_OUTCOME_FAILED:
-            streak = self.failures.setdefault(environment, FailureStreak(since=self._clock()))
-            streak.count += 1
-            streak.detail = report.detail or report.reason
-            log.info("group_failed", group_id=report.group.group_id, reason=report.reason, detail=report.detail)
+            self.failures.failed(assignment, report, running.runner_id, counted=counted)
+            if self.evaluation is not None and assignment.purpose == EVALUATION:
+                self.evaluation.failed_once.add(assignment.group_id)
 
     # ---- giving up
 
@@ -483,12 +478,14 @@ class Sequencer:
             "open_groups": self.machine.open_groups,
             **self.totals.fields(),
         }
-        self._interval = StepInterval(now)
+        interval, self._interval = self._interval, StepInterval(now)
         self._metrics.write("step", step=plan.step, **figures)
         self.state.step = plan.step
+        # Where no rollout ended since the last step, the figures of it still stand.
+        shown = {k: v for k, v in finite(figures).items() if k != "tokens_per_s" or interval.sampled_tokens}
         self.state.progress(
             plan.step / self.config.total_steps,
-            **{key: float(value) for key, value in figures.items() if isinstance(value, int | float)},
+            **{key: float(value) for key, value in shown.items() if isinstance(value, int | float)},
         )
 
     def want(self, step: int) -> None:

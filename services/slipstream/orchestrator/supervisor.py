@@ -78,10 +78,10 @@ class Supervisor:
     def hopeless(self) -> str | None:
         """Return one sentence on why the run cannot go on, or None."""
         config, now = self._config, self._clock()
-        for name, streak in self._sequencer.failures.items():
+        for name, streak in self._sequencer.failures.streaks.items():
             lasting = streak.count > 1 and now - streak.since > config.failing_environment_timeout_s
             if streak.count >= config.max_consecutive_failures or lasting:
-                return f"{streak.count} groups of environment {name!r} failed in a row, the last with: {streak.detail}"
+                return streak.sentence(name)
         if not self._state.serving:
             if self._state.pauses:
                 self._started_at = now

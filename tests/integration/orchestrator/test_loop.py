@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -241,8 +242,15 @@ async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(make_
                 await world.report(*(world.failed(group) for group in groups))
         run = await world.run()
         assert run.state == run_pb2.RUN_STATE_FAILED
-        assert "division by zero" in run.reason
-        assert "failed in a row" in run.reason
+        said = re.fullmatch(
+            r"(\d+) groups of environment '(\w+)' failed in a row, the last with: division by zero; "
+            r"traceback in logs/runner-1\.log",
+            run.reason,
+        )
+        assert said is not None
+        newest = {record["environment"]: record for record in world.metrics("group_failed")}
+        assert newest[said[2]]["groups_failed"] == newest[said[2]]["groups_ended"] >= int(said[1]) >= 4
+        assert sum(record["groups_failed"] for record in newest.values()) <= failures
         assert (await world.plan(1)).HasField("ended")
 
 

@@ -46,6 +46,11 @@ def test_training_shows_step_reward_lag_speed_and_time_left():
     ]
 
 
+def test_a_figure_that_is_no_number_is_a_dash():
+    run = run_pb2.Run(phase="training", metrics={"reward_mean": float("nan"), "tokens_per_s": 3.0})
+    assert [value for name, value in facts(run, None) if name in ("reward", "tokens/s")] == ["–", "3"]
+
+
 def test_a_paused_run_says_so():
     run = run_pb2.Run(phase="training", state=run_pb2.RUN_STATE_PAUSED)
     assert facts(run, None)[0] == ("phase", "training (paused)")
