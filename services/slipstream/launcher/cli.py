@@ -17,7 +17,7 @@ from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
 from slipstream.common.extras import RUN_MODULES, explain, foreign, missing_modules
 from slipstream.launcher.errors import LauncherError
-from slipstream.launcher.rundir import find_run, shown
+from slipstream.launcher.rundir import find_run, newest_running, shown
 
 if TYPE_CHECKING:
     from slipstream.launcher.config import RunConfig
@@ -41,6 +41,16 @@ RUN is a name in runs/ or a path; without it, the newest run is meant. `rl`, `up
 --dry-run, which prints the resolved configuration, and --help, which explains every field.
 """
 
+OF_A_RUN = "RUN is a name in runs/ or a path; without it, the newest run is meant."
+SHORT_USAGE = {
+    "status": f"usage: slipstream status [RUN]\n\nShow each service of a run, its version and its load. {OF_A_RUN}",
+    "stop": "usage: slipstream stop [RUN]\n\nEnd a run and wait until nothing of it is left. "
+    "RUN is a name in runs/ or a path; without it, the newest run that is up is meant.",
+    "report": f"usage: slipstream report [RUN]\n\nMake report.json and report.html of a run again. {OF_A_RUN}",
+    "plot": "usage: slipstream plot [RUN] [--metric NAME]... [--follow]\n\n"
+    f"Draw rewards, lag, speed, mismatch and phases in the terminal. {OF_A_RUN}",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 and one line when it cannot be understood."""
@@ -49,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(USAGE, end="")
         sys.exit(0 if arguments else 2)
     command, rest = arguments[0], arguments[1:]
+    if command in SHORT_USAGE and {"-h", "--help"} & set(rest):
+        print(SHORT_USAGE[command])
+        sys.exit(0)
     run_command = COMMANDS.get(command)
     if run_command is None:
         known = [name for name in COMMANDS if name[0] != "-"]
@@ -116,7 +129,12 @@ def _status(arguments: list[str]) -> int:
 def _stop(arguments: list[str]) -> int:
     from slipstream.launcher.stop import stop_run
 
-    return stop_run(find_run(_reference("stop", arguments), running=not arguments))
+    reference = _reference("stop", arguments)
+    run = newest_running() if reference is None else find_run(reference)
+    if run is None:
+        print("no run is up")
+        return 0
+    return stop_run(run)
 
 
 def _report(arguments: list[str]) -> int:
@@ -196,7 +214,7 @@ def load(
 
 def _reference(command: str, arguments: list[str]) -> str | None:
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise ConfigError(f"usage: slipstream {command} [RUN]")
+        raise ConfigError(SHORT_USAGE[command].splitlines()[0])
     return arguments[0] if arguments else None
 
 

@@ -135,8 +135,8 @@ def launcher_pid(run: RunDir) -> int | None:
     return None
 
 
-def find_run(reference: str | None, directory: Path = Path("runs"), *, running: bool = False) -> RunDir:
-    """Find a run by path or name; without one, the newest run (with `running`, the newest that runs)."""
+def find_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
+    """Find a run by path or name; without one, the newest run."""
     if reference is not None:
         for path in (Path(reference), directory / reference):
             with contextlib.suppress(OSError):  # such as a name that is too long
@@ -145,13 +145,20 @@ def find_run(reference: str | None, directory: Path = Path("runs"), *, running: 
         raise RunDirError(
             f"no run called {reference}: neither {reference} nor {directory / reference} has a config.toml"
         )
-    configs = sorted(directory.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    runs = [RunDir(path.parent.resolve()) for path in configs]
-    if running:
-        runs = [run for run in runs if launcher_pid(run) is not None]
+    runs = _newest_first(directory)
     if not runs:
-        raise RunDirError(f"no {'running ' if running else ''}run in {directory}/")
+        raise RunDirError(f"no run in {directory}/")
     return runs[0]
+
+
+def newest_running(directory: Path = Path("runs")) -> RunDir | None:
+    """The newest run that is up, if one is."""
+    return next((run for run in _newest_first(directory) if launcher_pid(run) is not None), None)
+
+
+def _newest_first(directory: Path) -> list[RunDir]:
+    configs = sorted(directory.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [RunDir(path.parent.resolve()) for path in configs]
 
 
 def shown(path: Path) -> str:

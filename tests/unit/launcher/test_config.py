@@ -163,6 +163,23 @@ def test_an_unknown_command_exits_with_2(capsys):
     assert capsys.readouterr().err == "error: unknown command 'statsu'; did you mean 'status'?\n"
 
 
+def test_stopping_when_nothing_is_up_is_no_failure(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["stop"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == "no run is up\n"
+
+
+@pytest.mark.parametrize("command", ["status", "stop", "report", "plot"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_a_command_on_a_run_explains_itself(command, flag, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, flag])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: slipstream {command} [RUN]")
+
+
 def test_contradictions_between_sections_are_found(config):
     check(config)
     with pytest.raises(ConfigError, match="environments: names must differ"):

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from slipstream.launcher.errors import RunDirError
-from slipstream.launcher.rundir import RunLock, create_run_dir, find_run, launcher_pid
+from slipstream.launcher.rundir import RunLock, create_run_dir, find_run, launcher_pid, newest_running
 
 
 def test_a_taken_name_gets_a_number(tmp_path):
@@ -44,5 +44,9 @@ def test_a_run_is_found_by_name_by_path_and_as_the_newest(tmp_path):
     assert find_run(None, tmp_path).name == "new"
     with pytest.raises(RunDirError, match="no run called other"):
         find_run("other", tmp_path)
-    with pytest.raises(RunDirError, match="no running run"):
-        find_run(None, tmp_path, running=True)
+    assert newest_running(tmp_path) is None
+    lock = RunLock(find_run("old", tmp_path))
+    found = newest_running(tmp_path)
+    assert found is not None
+    assert found.name == "old"
+    lock.release()
