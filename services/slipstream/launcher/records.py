@@ -83,6 +83,12 @@ class RunRecords:
         return times[-1] if times else None
 
 
+def count_steps(run: RunDir) -> int:
+    """Steps trained, as the report counts them: what the launcher heard last may be older than a death."""
+    metrics = read_all(run.path / "metrics.jsonl")
+    return len(RunRecords(name=run.name, config={}, metrics=metrics, timeline={}, evaluations=[]).steps)
+
+
 def read_run(run: RunDir) -> RunRecords:
     try:
         config = tomllib.loads(run.config_file.read_text(encoding="utf-8")) if run.config_file.exists() else {}

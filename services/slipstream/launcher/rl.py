@@ -17,6 +17,7 @@ from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.needs import check_memory
 from slipstream.launcher.ports import PortLease, assign_endpoints
 from slipstream.launcher.process import ProcessSpec
+from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import replicas_of, resolve
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
@@ -79,7 +80,7 @@ async def _run_rl(
             await progress.watch_run(channel, on_run)
         if stay_up:
             report = await asyncio.to_thread(_report, run)
-            display.say(f"{run.name} finished: {_figures(latest, time.monotonic() - begun_s, report)}")
+            display.say(f"{run.name} finished: {_figures(run, latest, time.monotonic() - begun_s, report)}")
             display.say(f"the run has ended; services stay up until `slipstream stop {shown(run.path)}` or Ctrl-C")
             await asyncio.Event().wait()
 
@@ -89,7 +90,7 @@ async def _run_rl(
     begun_s = time.monotonic()
     ending = await conduct(_supervisor(config, run), stages, work, on_ready, on_stopping)
     wall_s = time.monotonic() - begun_s
-    return _conclude(run, ending, latest, wall_s, display)
+    return conclude(run, ending, latest, wall_s, display)
 
 
 def _report(run: RunDir) -> str:
@@ -122,11 +123,11 @@ def _kinds(stages: list[list[ProcessSpec]]) -> list[str]:
     return [kind if number == 1 else f"{number} {kind}" for kind, number in counts.items()]
 
 
-def _conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, display: Display) -> int:
+def conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, display: Display) -> int:
     """Write the report and tell the outcome in one line."""
     run.record("run_ended", exit_code=ending.exit_code, reason=ending.sentence, stopped=ending.stopped)
     display.close()
-    figures = _figures(latest, wall_s, _report(run))
+    figures = _figures(run, latest, wall_s, _report(run))
     if ending.sentence:
         tell(f"{run.name} ended: {ending.sentence} ({figures})", sys.stderr)
     else:
@@ -136,7 +137,7 @@ def _conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, d
     return ending.exit_code
 
 
-def _figures(latest: run_pb2.Run, wall_s: float, report: str) -> str:
-    parts = [f"{latest.step} steps in {progress.duration(wall_s)}", report]
+def _figures(run: RunDir, latest: run_pb2.Run, wall_s: float, report: str) -> str:
+    parts = [f"{max(latest.step, count_steps(run))} steps in {progress.duration(wall_s)}", report]
     accuracies = progress.outcome(latest)
     return "; ".join([f"accuracy {accuracies}", *parts] if accuracies else parts)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.api.run.v1 import run_pb2
 from slipstream.launcher.cli import main
+from slipstream.launcher.display import LineDisplay
 from slipstream.launcher.report import write_report
+from slipstream.launcher.rl import conclude
+from slipstream.launcher.session import Ending
 from slipstream.launcher.status import ended_run
 
 
@@ -13,6 +17,12 @@ def status(run, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["status", str(run.path)])
     return caught.value.code, capsys.readouterr().out
+
+
+def test_the_last_sentence_counts_the_steps_that_were_trained_until_a_death(synthetic_run, capsys):
+    heard = run_pb2.Run(step=17)  # the orchestrator died before it could tell of more
+    assert conclude(synthetic_run, Ending(1, "orchestrator died"), heard, 9.0, LineDisplay()) == 1
+    assert "synthetic ended: orchestrator died (20 steps in 9 s; report: " in capsys.readouterr().err
 
 
 def test_a_finished_run_tells_when_how_well_and_where(synthetic_run, capsys):
