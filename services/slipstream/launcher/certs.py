@@ -74,6 +74,8 @@ def run_certs(arguments: Sequence[str]) -> int:
     names = ", ".join((*ALWAYS, *hosts))
     print(f"# {directory}/: an authority and one certificate for {names}, for {days} days.")
     print(f"# {directory}/ca-key.pem makes further ones: keep it away from the services.")
+    same = ", or use examples/tls.toml, which says the same" if directory == Path("certs") else ""
+    print(f"# Put this in your TOML file{same}:")
     print("[tls]")
     print(dump_toml(files.tls), end="")
     return 0

@@ -55,6 +55,8 @@ SHORT_USAGE = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 and one line when it cannot be understood."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not sys.flags.safe_path and "" not in sys.path:
+        sys.path.insert(0, "")  # a third party's modules are found as each service, a `python -m`, finds them
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         sys.exit(0 if arguments else 2)
