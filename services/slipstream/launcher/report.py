@@ -43,7 +43,6 @@ def build_report(records: RunRecords) -> dict[str, Any]:
     """The figures of a run. What a run has not reached yet is null."""
     steps = records.steps
     accuracies = accuracy_by_environment(records)
-    main = accuracies.get(main_environment(records), {})
     cancelled = cancelled_by_reason(records)
     failed = failed_by_environment(records)
     for step in steps:  # tokens that carry a gradient, where the trainer told them apart from prompts
@@ -54,8 +53,8 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "run": records.name,
         "state": run_state(records),
         "seed": _setting(records, "run", "seed"),
-        "accuracy_before": main.get("before"),
-        "accuracy_after": main.get("after"),
+        "accuracy_before": mean_accuracy(accuracies, "before"),
+        "accuracy_after": mean_accuracy(accuracies, "after"),
         "accuracy_by_environment": accuracies,
         "wall_s": wall_s(records),
         "steps": len(steps),
@@ -75,11 +74,12 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "groups_failed": sum(failed.values()),
         "groups_failed_by_environment": failed,
         "tokens_trained": tokens,
-        "tokens_per_s": tokens / training_s if training_s else None,
+        "trained_tokens_per_s": tokens / training_s if training_s else None,
         "versions_applied": len(records.of_kind("update")),
         "update_pause_s_mean": mean(update.get("pause_s") for update in records.of_kind("update")),
         "rollouts_cancelled": sum(cancelled.values()),
-        "cancelled_by_reason": cancelled,
+        "rollouts_cancelled_by_reason": cancelled,
+        "groups_cancelled_by_reason": cancelled_by_reason(records, "groups"),
         "sandbox_executions": sandbox_executions(records),
     }
 
@@ -94,10 +94,12 @@ def accuracy_by_environment(records: RunRecords) -> dict[str, dict[str, Any]]:
     return dict(found)
 
 
-def main_environment(records: RunRecords) -> str:
-    """The environment that `accuracy_before` and `accuracy_after` speak of: the first one configured."""
-    environments = records.config.get("environments") or []
-    return str(environments[0].get("name", "")) if environments else next(iter(accuracy_by_environment(records)), "")
+def mean_accuracy(accuracies: dict[str, dict[str, Any]], name: str) -> float | None:
+    """Part of all problems that were right, of whichever environment; None until every one has been asked."""
+    asked = sum(each["count"] for each in accuracies.values())
+    if not asked or any(name not in each for each in accuracies.values()):
+        return None
+    return sum(each[name] * each["count"] for each in accuracies.values()) / asked
 
 
 def overlap_fraction(records: RunRecords) -> float | None:

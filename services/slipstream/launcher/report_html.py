@@ -65,7 +65,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         (percent(figures["overlap_fraction"]), "overlap", "of training time with a decode running"),
         (f"{figures['lag_max']} of {figures['lag_bound']}", "largest lag", "versions, and its bound"),
         (figure(figures["mismatch_kl"]), "mismatch KL", "mean k3 per trained token"),
-        (figure(figures["tokens_per_s"]), "trained tokens/s", "with a gradient, over the training time"),
+        (figure(figures["trained_tokens_per_s"]), "trained tokens/s", "with a gradient, over the training time"),
         (percent(figures["cached_token_fraction"]), "prefix cache", "of prompt tokens found in it"),
         (figure(figures["sandbox_executions"]), "sandbox runs", "executions, one a group"),
     ]
@@ -178,7 +178,7 @@ def _tracks(records: RunRecords, replicas: Sequence[str], begin_s: float, end_s:
 
 def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     lags = [(str(lag), float(count)) for lag, count in report.lag_histogram(records).items()]
-    cancelled = report.cancelled_by_reason(records, "groups")
+    cancelled = figures["groups_cancelled_by_reason"]
     ends = [
         ("trained", float(figures["groups_trained"]), BLUE),
         ("no variance", float(figures["groups_filtered"]), GREY),

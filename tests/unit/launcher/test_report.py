@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -26,15 +27,36 @@ def test_the_report_has_every_promised_figure(synthetic_run):
     report = json.loads((synthetic_run.path / "report.json").read_text())
     assert not [key for key in PROMISED if report.get(key) is None]
     assert report["seed"] == 3
-    assert (report["accuracy_before"], report["accuracy_after"]) == (0.41, 0.955)
+    assert (report["accuracy_before"], report["accuracy_after"]) == pytest.approx(
+        ((0.41 + 0.18) / 2, (0.955 + 0.61) / 2)
+    )
     assert report["accuracy_by_environment"]["make_number"] == {"before": 0.18, "after": 0.61, "count": 200}
     assert report["steps"] == 20
     assert (report["lag_max"], report["lag_bound"]) == (2, 2)
     assert report["wall_s"] == 90
     assert report["versions_applied"] == 60
-    assert report["cancelled_by_reason"] == {"AGED_OUT": 40, "RUN_ENDING": 8}
+    assert report["rollouts_cancelled_by_reason"] == {"AGED_OUT": 40, "RUN_ENDING": 8}
     assert report["cached_token_fraction"] == 0.75
     assert report["sandbox_executions"] == 7680
+
+
+def test_accuracy_weighs_each_problem_alike_and_waits_for_every_environment(tmp_path, write_lines):
+    asked = [("before", "a", 0.5, 300), ("before", "b", 0.1, 100), ("after", "a", 1.0, 300)]
+    write_lines(tmp_path / "metrics.jsonl", [
+        {"kind": "evaluation", "name": name, "environment": environment, "accuracy": accuracy, "count": count}
+        for name, environment, accuracy, count in asked
+    ])  # fmt: skip
+    report = build_report(read_run(RunDir(tmp_path)))
+    assert report["accuracy_before"] == pytest.approx(0.4)
+    assert report["accuracy_after"] is None
+    assert report["accuracy_by_environment"]["a"] == {"before": 0.5, "after": 1.0, "count": 300}
+
+
+def test_every_figure_is_in_the_operations_guide_and_nothing_else(synthetic_run):
+    guide = Path(__file__).parents[3] / "docs" / "operations.md"
+    table = guide.read_text().partition("## What `report.json` holds")[2].partition("\n## ")[0]
+    names = [name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == sorted(build_report(read_run(synthetic_run)))
 
 
 def test_overlap_is_training_time_with_any_decode_over_training_time(synthetic_run):
