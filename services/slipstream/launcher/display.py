@@ -23,6 +23,8 @@ LINE_INTERVAL_S = 5.0
 SILENCE_S = 60.0
 """A line that says nothing new comes only this often, as a sign of life."""
 
+LEGEND = "training begins; lag: versions behind, tokens/s: sampled"
+
 
 class Display(Protocol):
     """Where the launcher tells what happens."""
@@ -86,6 +88,7 @@ class LineDisplay:
         self._milestones = Milestones()
         self._phase = ""
         self._pause = ""
+        self._explained = False
         self._said: list[tuple[str, str]] = []
         self._said_s = 0.0
 
@@ -108,8 +111,12 @@ class LineDisplay:
         fresh = rest[:-1] != self._said  # all but the time left
         if phase == self._phase and silent_s < (LINE_INTERVAL_S if fresh else SILENCE_S):
             return
+        begins = run.phase == "starting" and not self._phase  # that all services are up has just been told
         self._phase, self._said, self._said_s = phase, rest[:-1], self._clock()
-        if run.phase != "ended":
+        if run.phase == "training" and not self._explained:
+            self._explained = True
+            self.say(LEGEND)
+        if run.phase != "ended" and not begins:
             self.say("  ".join([phase, *(f"{name} {value}" for name, value in rest)]))
 
     def close(self) -> None:

@@ -75,7 +75,8 @@ def test_a_line_that_says_nothing_new_waits_a_minute(capsys):
     run = run_pb2.Run(phase="training", step=3, total_steps=100)
     for clock.now_s in range(0, 120, 2):
         display.show(run)
-    assert [line.split("]")[0] for line in capsys.readouterr().out.splitlines()] == ["[    0 s", "[   60 s"]
+    lines = [line.split("]")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["[    0 s", "[    0 s", "[   60 s"]
     run.step = 4
     display.show(run)
     assert "step 4/100" in capsys.readouterr().out
@@ -98,9 +99,18 @@ def test_without_a_terminal_a_line_comes_now_and_then(capsys):
         display.show(run_pb2.Run(phase="training", step=step, total_steps=100))
     display.show(run_pb2.Run(phase="evaluating_after"))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert "step 0/100" in lines[0]
-    assert "evaluating after" in lines[1]
+    assert lines[0].endswith("training begins; lag: versions behind, tokens/s: sampled")
+    assert len(lines) == 3
+    assert "step 0/100" in lines[1]
+    assert "evaluating after" in lines[2]
+
+
+def test_once_all_services_are_up_starting_is_not_told_again(capsys):
+    display = LineDisplay()
+    display.show(run_pb2.Run(phase="starting"))
+    display.show(run_pb2.Run(phase="warm_up", phase_fraction_done=0.1))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "supervised warm-up  done 10 %" in line
 
 
 def test_the_panel_names_every_figure_above_its_value(capsys):
