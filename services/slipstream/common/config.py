@@ -27,6 +27,9 @@ __all__ = ["ENVIRONMENT", "BaseConfig", "ConfigError", "ServiceConfig", "cli", "
 ENVIRONMENT = os.environ
 """The process's environment; services take values from here, never from `os`."""
 
+ENVIRONMENT.setdefault("GRPC_VERBOSITY", "ERROR")
+"""grpc's own lines on standard error would come between ours; it reads this when it is first imported."""
+
 Config = TypeVar("Config", bound="BaseConfig")
 
 MAX_SECONDS = 1_000_000

@@ -39,11 +39,14 @@ class TlsMaterial:
         """What the files hold, or None where none is configured. Raises `ConfigError`."""
         if config.cert_file is None or config.key_file is None or config.ca_file is None:
             return None
-        return cls(
-            read_file(config.cert_file, "tls.cert_file"),
-            read_file(config.key_file, "tls.key_file"),
-            read_file(config.ca_file, "tls.ca_file"),
-        )
+        try:
+            return cls(
+                read_file(config.cert_file, "tls.cert_file"),
+                read_file(config.key_file, "tls.key_file"),
+                read_file(config.ca_file, "tls.ca_file"),
+            )
+        except ConfigError as error:
+            raise _unusable(str(error)) from None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
@@ -61,6 +64,10 @@ def read_file(path: Path, key: str) -> bytes:
         raise ConfigError(f"{key}: {path}: {(error.strerror or str(error)).lower()}") from None
 
 
+def _unusable(what: str) -> ConfigError:
+    return ConfigError(f"{what}; `slipstream certs` makes new ones")
+
+
 def try_certificates(config: TlsConfig) -> float | None:
     """Shake hands with ourselves. When the certificate ends, in seconds since 1970; None where none is configured.
 
@@ -74,13 +81,13 @@ def try_certificates(config: TlsConfig) -> float | None:
     except (ssl.SSLError, OSError) as error:
         reason = (error.reason or "").lower().replace("_", " ") if isinstance(error, ssl.SSLError) else ""
         reason = reason or "no certificate or no key in PEM"
-        raise ConfigError(f"tls: {config.cert_file}, {config.key_file} and {config.ca_file}: {reason}") from None
+        raise _unusable(f"tls: {config.cert_file}, {config.key_file} and {config.ca_file}: {reason}") from None
     try:
         certificate = _handshake(client, server)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"tls.cert_file: {config.cert_file}: {error.verify_message}") from None
+        raise _unusable(f"tls.cert_file: {config.cert_file}: {error.verify_message}") from None
     except ssl.SSLError as error:
-        raise ConfigError(f"tls.cert_file: {config.cert_file}: {error}") from None
+        raise _unusable(f"tls.cert_file: {config.cert_file}: {error}") from None
     return ssl.cert_time_to_seconds(certificate["notAfter"])
 
 

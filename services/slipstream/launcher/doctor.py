@@ -41,7 +41,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         print(Finding("FAILED", "configuration", str(error)).line())
         return 1
     checks = _checks(config, redis_url)
-    for finding in (_configuration(lambda: preflight(config, origins)), *(look() for look in checks)):
+    for finding in (_configuration(lambda: preflight(config, origins, machine=False)), *(look() for look in checks)):
         print(finding.line(), flush=True)
         failed += finding.state == "FAILED"
     if failed:

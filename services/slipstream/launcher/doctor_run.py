@@ -32,7 +32,7 @@ from slipstream.sandbox.executor import open_executor
 BINARY_TIMEOUT_S = 10.0
 REDIS_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 1.0
-NEW_CERTIFICATES = "slipstream certs makes new ones"
+NEW_CERTIFICATES = "`slipstream certs` makes new ones"
 
 USERNS_SWITCHES = (
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
@@ -48,6 +48,8 @@ USERNS_SWITCHES = (
 
 def check_jail(bwrap: Path | None = None, sysctl: Path = Path("/proc/sys")) -> Finding:
     """Run a program in the jail, as the sandbox executor will."""
+    if bwrap is not None and not os.access(bwrap, os.X_OK):
+        return Finding("FAILED", "sandbox jail", f"sandbox.bwrap {str(bwrap)!r} is no program that can run")
     try:
         with _silent_logs(), open_executor(SandboxConfig(max_running_execs=1, bwrap=bwrap)) as executor:
             return Finding("ok", "sandbox jail", f"a program ran in it, limits held by {executor.accounting}")
@@ -198,7 +200,7 @@ def check_tls(tls: TlsConfig) -> Finding:
     try:
         ends_s = try_certificates(tls)
     except ConfigError as error:
-        return Finding("FAILED", "tls", str(error), NEW_CERTIFICATES)
+        return Finding("FAILED", "tls", str(error))
     if ends_s is None:
         return Finding("ok", "tls", "not configured: plain connections on loopback")
     left_s = ends_s - time.time()

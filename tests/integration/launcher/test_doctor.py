@@ -67,6 +67,24 @@ def test_one_failed_check_is_exit_code_1(tmp_path, monkeypatch, capsys):
     assert "of 15 checks FAILED" in printed.err
 
 
+def test_a_fault_is_named_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.toml").write_text(
+        '[[environments]]\ntype = "spell_backward"\n[tls]\ncert_file = "a.pem"\nkey_file = "b.pem"\nca_file = "c.pem"\n'
+        '[sandbox]\nbwrap = "/nowhere/bwrap"\n'
+    )
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "@", "x.toml", "--launcher.check-memory=false"])
+    lines = capsys.readouterr().out.splitlines()
+    assert caught.value.code == 1
+    (certificates,) = [line for line in lines if "a.pem" in line]
+    assert certificates.startswith("FAILED  tls ")
+    assert certificates.endswith("a.pem: no such file or directory; `slipstream certs` makes new ones")
+    (jail,) = [line for line in lines if "/nowhere/bwrap" in line]
+    assert jail.startswith("FAILED ")
+    assert len([line for line in lines if line.startswith("FAILED")]) == 2
+
+
 def test_a_configuration_that_cannot_be_read_is_the_only_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -186,3 +189,17 @@ def test_a_config_does_not_change_after_loading():
 def test_paths_and_unset_values_survive_a_dump(write):
     config = Config(run_dir=Path('a "quoted"\\\n\t path'), note=None)
     assert load_config(Config, [write(dump_toml(config))]) == config
+
+
+@pytest.mark.parametrize(("given", "used"), [({}, "ERROR"), ({"GRPC_VERBOSITY": "DEBUG"}, "DEBUG")])
+def test_grpc_is_told_to_be_quiet_before_it_is_imported_unless_asked_to_speak(given, used):
+    code = """
+import os, sys, slipstream.launcher.__main__
+imported = list(sys.modules)  # in the order of their imports
+assert imported.index("slipstream.common.config") < imported.index("grpc")
+print(os.environ["GRPC_VERBOSITY"])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **given}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == used

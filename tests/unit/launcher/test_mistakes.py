@@ -174,7 +174,7 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--environments.0.min-word-len=9", "--environments.0.min-word-len"),
         ("--model.vocab-size=50", "--model.vocab-size is 50; the tokenizer has 1"),
         ("--trainer.initial-model=nowhere", "--trainer.initial-model 'nowhere' is no directory; it must be the model/ of a run"),
-        ("--tls.cert-file=a --tls.key-file=b --tls.ca-file=c", "a: no such file or directory"),
+        ("--tls.cert-file=a --tls.key-file=b --tls.ca-file=c", "a: no such file or directory; `slipstream certs` makes new ones"),
         ("--sandbox.bwrap=nowhere", "--sandbox.bwrap 'nowhere' is no program that can run"),
     ],
 )  # fmt: skip
