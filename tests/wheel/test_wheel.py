@@ -108,7 +108,7 @@ def test_base_dependencies_run_what_needs_no_model(installed, tmp_path):
     fields = run_outside(tmp_path, str(installed / "slipstream-router"), "--help")
     assert fields.returncode == 0, fields.stderr
     nothing = run_outside(tmp_path, str(installed / "slipstream"), "stop")
-    assert (nothing.returncode, nothing.stderr) == (2, "error: no running run in runs/\n")
+    assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, "no run is up\n", "")
     assert list(tmp_path.iterdir()) == []
 
 
