@@ -6,58 +6,30 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
-from slipstream.api.rollout.v1 import rollout_pb2_grpc
 from slipstream.api.rollout.v1.rollout_pb2 import GetRolloutRequest
-from slipstream.api.run.v1 import run_pb2_grpc
 from slipstream.api.run.v1.run_pb2 import GetRunRequest, WatchRunRequest
 from slipstream_client.attempts import Attempts
-from slipstream_client.client import DEFAULT_TIMEOUT_S, WATCH_PATIENCE_S
-from slipstream_client.connection import Connection, Tls
+from slipstream_client.base import WATCH_PATIENCE_S, BaseClient
+from slipstream_client.connection import Connection
 from slipstream_client.requests import Labels, cancel_request, create_request, list_request, watch_request
 from slipstream_client.rollout import Rollout, Sampling
 from slipstream_client.run import Run
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Creates, watches and cancels rollouts of a run. Belongs to the event loop it is first used in.
 
     `timeout_s` bounds every call, its repeats included; a watch lasts until its `timeout_s`, and gives up when the
     server does not answer for a minute. Whatever fails raises a `SlipstreamClientError`.
     """
 
-    def __init__(self, connection: Connection, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._address = connection.address
-        self._metadata = connection.metadata
-        self._timeout_s = timeout_s
-        self._channel = connection.open_aio()
-        self._rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        self._runs: Any = run_pb2_grpc.RunServiceStub(self._channel)
-
-    @classmethod
-    def connect(
-        cls,
-        address: str,
-        *,
-        token: str | None = None,
-        token_file: Path | str | None = None,
-        tls: Tls | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> Self:
-        """A client of the orchestrator at `host:port`. The connection is made by the first call."""
-        return cls(Connection.to(address, token, token_file, tls), timeout_s)
-
-    @classmethod
-    def of_run(cls, run_dir: Path | str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Self:
-        """A client of the run in a directory, `runs/demo` say, with the token that lies there.
-
-        Raises `FileNotFoundError` before the run has started, and `RunEnded` once its launcher is gone.
-        """
-        return cls(Connection.of_run(run_dir), timeout_s)
+    @staticmethod
+    def _open(connection: Connection) -> grpc.aio.Channel:
+        return connection.open_aio()
 
     async def __aenter__(self) -> Self:
         return self
