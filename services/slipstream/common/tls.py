@@ -22,6 +22,7 @@ log = structlog.get_logger()
 
 DAY_S = 24 * 3600.0
 WARNED_BEFORE_S = 7 * DAY_S
+NEW_CERTIFICATES = "`slipstream certs` makes new ones"
 MAX_FLIGHTS = 10
 """Turns of a handshake; it takes three."""
 
@@ -65,7 +66,7 @@ def read_file(path: Path, key: str) -> bytes:
 
 
 def _unusable(what: str) -> ConfigError:
-    return ConfigError(f"{what}; `slipstream certs` makes new ones")
+    return ConfigError(f"{what}; {NEW_CERTIFICATES}")
 
 
 def try_certificates(config: TlsConfig) -> float | None:

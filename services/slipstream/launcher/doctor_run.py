@@ -18,7 +18,7 @@ import structlog
 
 from slipstream.common.config import ConfigError, TlsConfig
 from slipstream.common.errors import SandboxBroken
-from slipstream.common.tls import DAY_S, WARNED_BEFORE_S, try_certificates
+from slipstream.common.tls import DAY_S, NEW_CERTIFICATES, WARNED_BEFORE_S, try_certificates
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.doctor_machine import COMFORT, Finding
 from slipstream.launcher.errors import NoPortError, ValkeyMissingError
@@ -32,7 +32,6 @@ from slipstream.sandbox.executor import open_executor
 BINARY_TIMEOUT_S = 10.0
 REDIS_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 1.0
-NEW_CERTIFICATES = "`slipstream certs` makes new ones"
 
 USERNS_SWITCHES = (
     ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
