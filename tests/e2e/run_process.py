@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from slipstream.launcher.child import guarded
 
 HERE = Path(__file__).parent
 SERVICES = HERE.parents[1] / "services"
+
+TERMINAL = {"filtered", "failed", "dropped", "aged_out", "cancelled"}
+"""How a position ends that is not sealed."""
 
 SMALL = """
 [run]
@@ -251,3 +255,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record for record in records if record.get("kind") == kind]
+
+
+def terminal_outcomes(journal: list[dict[str, Any]]) -> set[int]:
+    """How often the positions that were handed out ended."""
+    ends: Counter[int] = Counter()
+    for record in journal:
+        if record["kind"] == "ended":
+            assert record["outcome"] in TERMINAL
+            ends[record["position"]] += 1
+        if record["kind"] == "sealed":
+            ends.update(record["positions"])
+    return {ends[record["position"]] for record in journal if record["kind"] == "acquired"}

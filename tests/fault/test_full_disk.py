@@ -8,13 +8,13 @@ import time
 from collections import Counter
 
 import pytest
+from run_process import terminal_outcomes
 
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
 MIB = 2**20
 STEPS = 10
 GROUPS_PER_STEP, SAMPLES = 4, 4
-TERMINAL = {"filtered", "failed", "dropped", "aged_out", "cancelled"}
 THRESHOLD = ("--orchestrator.disk.min-free-bytes", str(16 * MIB))
 NO_THRESHOLD = ("--orchestrator.disk.min-free-bytes", "0")
 
@@ -44,15 +44,7 @@ def check_that_nothing_was_lost(run) -> None:
     assert len(run.metrics("step")) == STEPS
     journal = run.journal()
     assert [record["n"] for record in journal] == list(range(len(journal)))
-    ends: Counter[int] = Counter()
-    for record in journal:
-        if record["kind"] == "ended":
-            assert record["outcome"] in TERMINAL
-            ends[record["position"]] += 1
-        if record["kind"] == "sealed":
-            ends.update(record["positions"])
-    acquired = {record["position"] for record in journal if record["kind"] == "acquired"}
-    assert {ends[position] for position in acquired} == {1}
+    assert terminal_outcomes(journal) == {1}
     assert [record["step"] for record in journal if record["kind"] == "trained"] == list(range(1, STEPS + 1))
 
     logged = Counter((line["group_id"], line["attempt"]) for line in run.rollouts())

@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import time
-from collections import Counter
 
 import pytest
+from run_process import terminal_outcomes
 
 from slipstream.common.state import PUBLISHED, SERVING, State
 from slipstream.common.version import UNSET, PolicyVersion
@@ -18,8 +18,6 @@ from slipstream.orchestrator.redis_mirror import RedisMirror
 from slipstream.orchestrator.run_state import RunState
 
 pytestmark = pytest.mark.timeout(180, func_only=False)
-
-TERMINAL = {"trained", "filtered", "failed", "dropped", "aged_out", "cancelled"}
 
 
 def run_states(run) -> list[str]:
@@ -48,18 +46,6 @@ async def test_a_run_goes_on_over_the_death_of_valkey_and_loses_no_group(launch)
     assert run_states(run) == ["paused", "running", "finished"]
     assert terminal_outcomes(run.journal()) == {1}
     assert run.left_after(1.0) == []
-
-
-def terminal_outcomes(journal) -> set[int]:
-    """How often the positions that were handed out ended."""
-    ends: Counter[int] = Counter()
-    for record in journal:
-        if record["kind"] == "ended":
-            assert record["outcome"] in TERMINAL
-            ends[record["position"]] += 1
-        if record["kind"] == "sealed":
-            ends.update(record["positions"])
-    return {ends[record["position"]] for record in journal if record["kind"] == "acquired"}
 
 
 async def test_a_server_that_came_back_empty_between_two_writes_is_filled_again(own_valkey, tmp_path):
