@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import signal
@@ -53,6 +54,14 @@ path = "letters:Letters"
 max_new_tokens = 40
 evaluation_task_count = 4
 """
+
+
+def living_paths(directory: Path, pattern: str) -> list[Path]:
+    """The paths of a pattern in a directory where a service deletes at the same time.
+
+    `Path.glob` raises where a folder is gone between its listing and its reading; this leaves it out.
+    """
+    return [directory / path for path in glob.iglob(pattern, root_dir=directory)]
 
 
 class RunProcess:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from callers import Caller, fault
+from run_process import living_paths
 from stack import REPLICAS, rpc, until
 from tame import FAR
 from wire import length_delimited
@@ -130,7 +131,7 @@ async def test_shards_that_are_abandoned_or_cancelled_leave_nothing(stack):
 
 
 def uploads(stack) -> list[str]:
-    return [path.name for path in (stack.run.path / "versions").glob(".open-*/upload-*")]
+    return [path.name for path in living_paths(stack.run.path / "versions", ".open-*/upload-*")]
 
 
 @pytest.mark.parametrize("replica", REPLICAS)
