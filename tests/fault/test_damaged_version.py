@@ -28,6 +28,7 @@ def test_a_worker_that_refits_from_damaged_bytes_waits_for_the_next_version(faul
         "run", "--decode.replicas", "2", "--orchestrator.total-steps", "100000", "--launcher.restart", "on_failure"
     )
     run.wait_step(3)
+    assert run.slipstream("status", "run").returncode == 0
     damaged = 0
     for path in living_paths(run.path / "versions", "1.*/*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # beyond its retention meanwhile
