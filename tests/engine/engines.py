@@ -10,6 +10,8 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import Engine, KvPayload
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.engine import VllmEngine
 from slipstream.models.checkpoint import load_model, to_hf
 from slipstream.models.registry import load_sizes
 
@@ -80,4 +82,30 @@ class Embedded:
         engine._core.blocks.check()
 
 
-ENGINES: list[EngineUnderTest] = [Embedded()]
+class Vllm:
+    """vLLM in its own process, on the CPU. It has no prefill pool yet: bodies that need one fail."""
+
+    name = "vllm"
+    tolerance = 1e-5
+
+    async def build(self, model_dir: Path, limits: Limits) -> Engine:
+        sizes = load_sizes(model_dir)
+        config = VllmConfig(
+            block_count=limits.blocks,
+            max_running_samples=limits.running_samples,
+            max_waiting_requests=limits.waiting_requests,
+            max_prefill_tokens=64,
+        )
+        engine = VllmEngine(model_dir, sizes, config)
+        await engine.start()
+        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
+        return engine
+
+    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
+        return None
+
+    def check(self, engine: Engine) -> None:
+        """vLLM's books are its own."""
+
+
+ENGINES: list[EngineUnderTest] = [Embedded(), Vllm()]

@@ -61,6 +61,8 @@ READS_WALL_CLOCK = {
     "common/tls.py": "whether a certificate is valid now",
     "engine/embedded/core.py": "where a busy interval begins; its length is of a steady clock",
     "engine/embedded/engine.py": "the timeline of busy intervals",
+    "engine/vllm/counters.py": "where a busy interval ends; its length is of a steady clock",
+    "engine/vllm/engine.py": "the timeline of busy intervals",
     "engine/worker/identity.py": "an epoch, compared for equality",
     "engine/worker/worker.py": "the timeline of busy intervals",
     "launcher/certs.py": "from when to when a certificate is valid",

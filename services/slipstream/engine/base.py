@@ -173,6 +173,9 @@ class EngineCapabilities:
     captures_routes: bool = True
     """`capture_routes` of a request."""
 
+    prefills: bool = True
+    """`prefill`; else its decode computes prompts itself, and it serves in no prefill pool."""
+
     exports_kv: bool = True
     """`export_kv`, and `kv` of a decode request; else KV moves by a connector of the engine's own."""
 

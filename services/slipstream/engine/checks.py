@@ -35,6 +35,7 @@ def check_prefill(
 ) -> None:
     """Raise what `Engine.prefill` raises at once."""
     check_prompt(request.token_ids, 0, version, limits)
+    require(capabilities, "prefills")
     if request.capture_routes:
         require(capabilities, "captures_routes")
 
@@ -53,10 +54,10 @@ def check_decode(
         raise InvalidRequest("two samples have the same id", field="sample_ids")
     if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
         raise _over("stop_token_ids", "max_stop_token_ids", limits.max_stop_token_ids)
-    if sampling.top_p < 1 or sampling.top_k > 0:
-        require(capabilities, "truncates_sampling")
     if request.for_training:
         check_unbiased(sampling)
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        require(capabilities, "truncates_sampling")
     if request.capture_routes:
         require(capabilities, "captures_routes")
     if request.kv is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from slipstream.common.config import BaseConfig
@@ -9,6 +11,9 @@ from slipstream.common.config import BaseConfig
 
 class EmbeddedConfig(BaseConfig):
     """How much the embedded engine holds and runs at once."""
+
+    type: Literal["embedded"] = "embedded"
+    """Which engine this is."""
 
     block_size_tokens: int = Field(default=8, ge=1)
     """Tokens of one KV block. Only full blocks are shared and cached."""

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from slipstream.common.config import ServiceConfig
 from slipstream.engine.embedded.config import EmbeddedConfig
+from slipstream.engine.vllm.config import VllmConfig
+
+
+def _engine_type(value: Any) -> str:
+    """The engine that a table, or a configuration already read, is of."""
+    named = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "embedded" if named is None else str(named)
+
+
+EngineConfig = Annotated[
+    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[VllmConfig, Tag("vllm")], Discriminator(_engine_type)
+]
+"""`type = "embedded"` (the default) or `type = "vllm"`; the rest are that engine's sizes."""
 
 
 class WorkerConfig(ServiceConfig):
@@ -16,8 +31,8 @@ class WorkerConfig(ServiceConfig):
     broadcaster: str = "127.0.0.1:7001"
     """host:port of the broadcaster."""
 
-    engine: EmbeddedConfig = EmbeddedConfig()
-    """Sizes of the engine."""
+    engine: EngineConfig = EmbeddedConfig()
+    """Which engine, and its sizes."""
 
     fetch_timeout_s: float = Field(default=60.0, gt=0)
     """Time to fetch one version of the weights."""

@@ -16,9 +16,9 @@ from slipstream.common.channel import open_channel
 from slipstream.common.config import ConfigError
 from slipstream.common.runtime import serve
 from slipstream.common.state import State
-from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.worker.config import WorkerConfig
-from slipstream.engine.worker.worker import Servicer, Worker
+from slipstream.engine.worker.worker import RunningEngine, Servicer, Worker
 from slipstream.models.base import Sizes
 from slipstream.models.registry import CONFIG_FILE, load_sizes
 from slipstream.weights.transport import GrpcWeightTransport
@@ -41,7 +41,7 @@ async def run_worker(
     """Serve until SIGTERM."""
     access = Access.from_config(config)
     sizes = await _model_sizes(config)
-    engine = EmbeddedEngine(sizes, config.engine)
+    engine = _build_engine(config, sizes)
     await engine.start()
     state = State(config.redis.url, config.run_id)
     channel = open_channel(config.broadcaster, access)
@@ -61,6 +61,16 @@ async def run_worker(
         await worker.close()
         await channel.close()
         await state.close()
+
+
+def _build_engine(config: WorkerConfig, sizes: Sizes) -> RunningEngine:
+    if isinstance(config.engine, VllmConfig):
+        from slipstream.engine.vllm.engine import VllmEngine
+
+        return VllmEngine(config.model_dir, sizes, config.engine)
+    from slipstream.engine.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(sizes, config.engine)
 
 
 async def _model_sizes(config: WorkerConfig) -> Sizes:

@@ -1,0 +1,46 @@
+"""Sizes of a vLLM engine. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slipstream.common.config import BaseConfig
+
+BLOCK_MULTIPLE = 32
+"""vLLM's attention on the CPU takes no other block size."""
+
+
+class VllmConfig(BaseConfig):
+    """How much a vLLM engine holds and runs at once."""
+
+    type: Literal["vllm"] = "vllm"
+    """Which engine this is."""
+
+    block_size_tokens: int = Field(default=BLOCK_MULTIPLE, ge=BLOCK_MULTIPLE, multiple_of=BLOCK_MULTIPLE)
+    """Tokens of one KV block. Only full blocks are shared and cached."""
+
+    block_count: int = Field(default=1024, ge=8)
+    """KV blocks in the pool."""
+
+    max_running_samples: int = Field(default=128, ge=1)
+    """Samples decoded together."""
+
+    max_waiting_requests: int = Field(default=1024, ge=1)
+    """Requests that wait for room; one more is refused."""
+
+    max_prefill_tokens: int = Field(default=2048, ge=1)
+    """Tokens computed in one forward pass; longer prompts are computed in chunks."""
+
+    torch_threads: int = Field(default=1, ge=1)
+    """Threads of the operators on the CPU."""
+
+    route_bytes: int = Field(default=64 << 20, ge=0)
+    """Expert routes kept for the trainer; the oldest are dropped beyond."""
+
+    transfer_ttl_s: float = Field(default=60.0, gt=0)
+    """KV of a prefill that nobody released is freed after this long."""
+
+    update_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time for each part of a weight update: the swap, the read back, the probe."""

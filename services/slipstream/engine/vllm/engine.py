@@ -1,0 +1,430 @@
+"""vLLM's `AsyncLLM` behind the engine protocol. It runs its own process; here are the requests, and the updates.
+
+| task | does | waits for | ended by |
+|---|---|---|---|
+| one for each sample | takes its tokens out of vLLM | vLLM's output | its last token, or an abort |
+| watch | ends the worker when vLLM's process is gone | its clock, 5 times a second | `stop` |
+"""
+
+# vLLM is not installed where the checks run.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from slipstream.common.errors import (
+    EngineFull,
+    KvUnknown,
+    NoWeights,
+    RequestAborted,
+    RequestIdReused,
+)
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import (
+    BusyInterval,
+    DecodeRequest,
+    EngineCapabilities,
+    EngineLimits,
+    EngineLoad,
+    FinishReason,
+    KvEvent,
+    KvPayload,
+    PausedEngine,
+    PrefillRequest,
+    PrefillResult,
+    SampleChunk,
+    UpdateReport,
+)
+from slipstream.engine.checks import check_decode, check_prefill, check_prompt
+from slipstream.engine.embedded.routes import RouteStore
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.counters import Counters
+from slipstream.engine.vllm.salts import SaltVersions
+from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
+from slipstream.models.base import Sizes
+
+WATCH_INTERVAL_S = 0.2
+ABORT_TIMEOUT_S = 10.0
+GREEDY_BELOW = 1e-5
+"""Temperatures that vLLM's sampler takes for 0."""
+SHUTDOWN_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 0.1
+"""Counters come with vLLM's steps; in a pause they stay as they are."""
+
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class VllmEngine:
+    """One vLLM engine, one rank. See `slipstream.engine.base.Engine`."""
+
+    def __init__(self, model_dir: Path, sizes: Sizes, config: VllmConfig) -> None:
+        self._model_dir = model_dir
+        self._sizes = sizes
+        self._config = config
+        self._counters = Counters()
+        self._routes = RouteStore(config.route_bytes)
+        self._salts = SaltVersions(2 * config.block_count)
+        self._open: dict[str, OpenRequest] = {}
+        self._swapping = asyncio.Lock()
+        self._version: PolicyVersion | None = None
+        self._update_task: asyncio.Task[UpdateReport] | None = None
+        self._llm: Any = None
+        self.limits = EngineLimits(
+            block_size_tokens=config.block_size_tokens,
+            block_count=config.block_count,
+            max_context_tokens=sizes.max_context_tokens,
+            max_running_samples=config.max_running_samples,
+            max_waiting_requests=config.max_waiting_requests,
+            kv_bytes_per_token=sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * 4,
+            route_row_bytes=sizes.moe_layers * sizes.top_k,
+            moe_layers=sizes.moe_layers,
+            top_k=sizes.top_k,
+            vocab_size=sizes.vocab_size,
+        )
+        self.capabilities = EngineCapabilities(
+            prefills=False,
+            exports_kv=False,
+            truncates_sampling=False,
+            chunked_prefill=True,
+            kv_events=False,
+            forgets_salts=False,
+        )
+        if (config.block_count - 1) * config.block_size_tokens < 2 * (sizes.max_context_tokens + 1):
+            raise ValueError("block_count must hold two whole contexts, and the one block vLLM keeps for itself")
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self._version
+
+    # --- Life ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start vLLM; the event loop stands still meanwhile, as nothing is served yet."""
+        from slipstream.engine.vllm.launch import launch
+        from slipstream.engine.vllm.updates import Swapper
+
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._llm = launch(self._model_dir, self._sizes, self._config, self._counters)
+        self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
+        await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        self._watching.cancel()
+        if self._update_task is not None:
+            await asyncio.wait((self._update_task,))
+        for request_id in list(self._open):
+            await self.abort(request_id)
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # before its other end goes, which it would report as a failure
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_TIMEOUT_S)
+        await asyncio.sleep(0)  # sockets close on the loop; vLLM leaves their context open
+        self._llm.engine_core.resources.ctx.destroy(linger=0)
+        self._swapper.close()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when the engine was stopped; raise what ended its process otherwise."""
+        await asyncio.shield(self._ended)
+
+    async def _watch(self) -> None:
+        while not self._llm.errored:  # noqa: ASYNC110 vLLM tells by no event
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        self._end(RuntimeError("vLLM's process has ended"))
+
+    def _end(self, error: Exception) -> None:
+        """Nothing can run any more: tell `wait` and every caller."""
+        if self._ended.done():
+            return
+        self._ended.set_exception(error)
+        self._ended.exception()  # seen: `wait` raises it, if anyone waits
+        for open_request in self._open.values():
+            open_request.error = RequestAborted("the engine has ended")
+            open_request.wake(flush=False)
+
+    # --- Prefill and KV ------------------------------------------------------------------------------
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        check_prefill(request, self._version, self.limits, self.capabilities)
+        raise AssertionError("not reached: this engine does not prefill")
+
+    def export_kv(self, transfer_id: str) -> KvPayload:
+        raise KvUnknown("never held", transfer_id=transfer_id)
+
+    def release_kv(self, transfer_id: str) -> bool:
+        return False
+
+    # --- Decode --------------------------------------------------------------------------------------
+
+    async def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
+        async with aclosing(self.decode_batches(request, flush_s)) as batches:
+            async for chunks in batches:
+                for chunk in chunks:
+                    yield chunk
+
+    async def decode_batches(
+        self, request: DecodeRequest, flush_s: float = 1.0
+    ) -> AsyncGenerator[list[SampleChunk], None]:
+        self.check(request)
+        assert self._version is not None
+        open_request = self._open[request.request_id] = OpenRequest(request, self._version, flush_s)
+        self._salts.use(request.salt, self._version)
+        for sample in open_request.samples:
+            sample.task = asyncio.create_task(self._run(open_request, sample))
+        try:
+            while chunks := await open_request.next_chunks():
+                yield chunks
+        finally:
+            if self._open.get(request.request_id) is open_request:
+                del self._open[request.request_id]
+            await self._abort_samples(open_request)
+
+    async def _run(self, open_request: OpenRequest, sample: Sample) -> None:
+        """Take one sample's tokens out of vLLM."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        request, sampling = open_request.request, open_request.request.sampling
+        parameters = SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=0.0 if sampling.temperature < GREEDY_BELOW else 1.0,
+            seed=sample_seed(sampling.seed, sample.index),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        if sampling.temperature >= GREEDY_BELOW:
+            parameters.temperature = sampling.temperature  # vLLM rounds what is below 0.01 up, when it is built
+        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
+        try:
+            collector = await self._llm.add_request(f"{request.request_id}/{sample.index}", prompt, parameters)
+            sample.vllm_id = collector.request_id
+            if sample.aborted:  # before vLLM had it
+                await self._llm.abort(sample.vllm_id, internal=True)
+            while not sample.finish_reason:
+                self._take(open_request, sample, collector.get_nowait() or await collector.get())
+        except Exception as error:
+            open_request.error = RequestAborted(f"vLLM ended the request: {type(error).__name__}: {error}")
+        open_request.wake(flush=False)
+
+    def _take(self, open_request: OpenRequest, sample: Sample, output: Any) -> None:
+        assert self._version is not None
+        (news,) = output.outputs
+        if news.token_ids and not sample.token_ids:
+            sample.cached_token_count = output.num_cached_tokens or 0
+            self._count_prompt(open_request, sample)
+            first = sample.spans[0][1]
+            cached = sample.cached_token_count > 0
+            sample.kv_oldest = min(first, self._salts.oldest(open_request.request.salt)) if cached else first
+        sample.token_ids += news.token_ids
+        for token_id, entry in zip(news.token_ids, news.logprobs or (), strict=True):
+            sample.logprobs.append(entry[token_id].logprob)
+        if output.finished:
+            before = len(open_request.request.token_ids)
+            size = self.limits.block_size_tokens
+            own = (before + len(sample.token_ids) - 1) // size - before // size
+            self._salts.filled(open_request.request.salt, max(own, 0))
+            if news.routed_experts is not None and open_request.request.capture_routes:
+                self._keep_routes(open_request.request, sample, news.routed_experts)
+            sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
+            open_request.wake(flush=False)
+
+    def _count_prompt(self, open_request: OpenRequest, sample: Sample) -> None:
+        """Count a request's prompt once. vLLM computes the end of it anew for each further sample."""
+        if open_request.counted:
+            return
+        open_request.counted = True
+        count = len(open_request.request.token_ids) - 1
+        self._counters.prefix_query_tokens += count
+        self._counters.prefix_hit_tokens += sample.cached_token_count
+        self._counters.prefilled_tokens += count - sample.cached_token_count
+        size = self.limits.block_size_tokens
+        self._salts.filled(open_request.request.salt, (count + 1) // size - sample.cached_token_count // size)
+
+    def _keep_routes(self, request: DecodeRequest, sample: Sample, rows: np.ndarray) -> None:
+        """Rows of the prompt but its last token go under the request, the rest under the sample."""
+        first = len(request.token_ids) - 1
+        if len(rows) != first + len(sample.token_ids):  # whose they are is not known
+            self._routes.dropped_rows += first + len(sample.token_ids)
+            return
+        rows = np.ascontiguousarray(rows, dtype=np.uint8)
+        self._routes.put(request.request_id, rows[:first], 0)
+        self._routes.put(request.sample_ids[sample.index], rows[first:], first)
+
+    async def abort(self, request_id: str) -> int:
+        await asyncio.sleep(0)  # an id that is unknown must not keep the loop to its caller
+        open_request = self._open.pop(request_id, None)
+        return 0 if open_request is None else await self._abort_samples(open_request)
+
+    async def _abort_samples(self, open_request: OpenRequest) -> int:
+        """End what runs; returns how many, once vLLM has freed their blocks."""
+        samples = open_request.unfinished
+        tasks = [sample.task for sample in samples if sample.task is not None]
+        if not tasks or self._llm.errored or self._ended.done():
+            return 0
+        for sample in samples:
+            sample.aborted = True
+        await self._llm.abort([sample.vllm_id for sample in samples if sample.vllm_id], internal=True)
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await asyncio.wait(tasks)  # vLLM answers with what there is
+            await self._llm.collective_rpc("slipstream_barrier")
+        await self._settle()
+        return sum(sample.finish_reason == "aborted" for sample in samples)
+
+    @property
+    def _waiting(self) -> int:
+        """Requests without a token: those that wait, and those whose prompts are computed now."""
+        return sum(open_request.waiting for open_request in self._open.values())
+
+    async def _settle(self) -> None:
+        """Wait until the counters have seen an abort."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                while self._counters.running + self._counters.waiting > sum(
+                    len(each.unfinished) for each in self._open.values()
+                ):
+                    await self._counters.next_record()
+
+    def check(self, request: DecodeRequest) -> None:
+        check_decode(request, self._version, self.limits, self.capabilities)
+        if request.request_id in self._open:
+            raise RequestIdReused("this request is running", request_id=request.request_id)
+        limit = self._config.max_waiting_requests
+        if self._waiting >= limit:
+            raise EngineFull(
+                f"{limit} requests wait already: max_waiting_requests", name="max_waiting_requests", limit=limit
+            )
+
+    # --- Weights -------------------------------------------------------------------------------------
+
+    async def update(
+        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+    ) -> UpdateReport:
+        # A swap runs to its end even if its caller goes away: half of one is no model.
+        self._update_task = asyncio.create_task(self._update(version, tensors, verify))
+        return await asyncio.shield(self._update_task)
+
+    async def _update(
+        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+    ) -> UpdateReport:
+        from slipstream.engine.vllm.updates import WeightsLost
+
+        async with self._swapping:
+            path = await self._swapper.prepare(tensors)
+            previous, started_s = self._version, time.monotonic()
+            async with self._paused():
+                try:
+                    counts, apply_s = await self._swapper.swap(path, verify)
+                except WeightsLost as error:
+                    self._end(error)
+                    raise
+                in_flight = self._mark_swap(counts, version)
+                self._version = version
+            return UpdateReport(version, previous, time.monotonic() - started_s, apply_s, in_flight)
+
+    def _mark_swap(self, counts: dict[str, int], version: PolicyVersion) -> int:
+        """Note in every open sample where its new weights begin; returns how many have tokens or KV of old ones."""
+        crossed = 0
+        for open_request in self._open.values():
+            for sample in open_request.unfinished:
+                sampled_count = counts.get(sample.vllm_id)
+                sample.swapped(sampled_count, version)
+                crossed += sampled_count is not None
+            open_request.wake(flush=True)
+        return crossed
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """No step runs within; requests stay where they are, with their KV."""
+        async with asyncio.timeout(self._config.update_timeout_s):
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        try:
+            yield
+        finally:
+            if not self._ended.done():
+                async with asyncio.timeout(self._config.update_timeout_s):
+                    await self._llm.resume_generation()
+
+    async def checksums(self, reduce: Callable[[str, np.ndarray], int]) -> dict[str, int]:
+        async with self._swapping:
+            if self._version is None:
+                raise NoWeights("the engine has no weights yet")
+            async with self._paused():
+                live = await self._swapper.read_back()
+        return await asyncio.to_thread(lambda: {name: reduce(name, array) for name, array in live.items()})
+
+    async def probe(self, token_ids: Sequence[int], salt: str = "") -> list[float]:
+        check_prompt(token_ids, 0, self._version, self.limits)
+        return await self._probe(token_ids, f"probe/{uuid4().hex}")
+
+    async def _probe_paused(self, token_ids: Sequence[int]) -> list[float]:
+        from slipstream.engine.vllm.scheduler import PROBE_PREFIX
+
+        return await self._probe(token_ids, f"{PROBE_PREFIX}{uuid4().hex}")
+
+    async def _probe(self, token_ids: Sequence[int], request_id: str) -> list[float]:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        parameters = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_id}  # nobody hits what it leaves
+        async for output in self._llm.generate(prompt, parameters, request_id):
+            rows = output.prompt_logprobs[1:]
+            return [row[token_id].logprob for token_id, row in zip(token_ids[1:], rows, strict=True)]
+        raise RequestAborted("vLLM gave no answer to a probe")
+
+    # --- Routes, load, events ------------------------------------------------------------------------
+
+    def routes(self, key: str) -> tuple[memoryview, int]:
+        return self._routes.get(key)
+
+    def release_routes(self, key: str) -> bool:
+        return self._routes.release(key)
+
+    def end_salt(self, salt: str) -> None:
+        """vLLM forgets no salt: what was cached under it stays until it is evicted, and is only counted here."""
+        self._salts.end(salt)
+
+    def load(self) -> EngineLoad:
+        counters = self._counters
+        return EngineLoad(
+            running_samples=counters.running,
+            waiting_requests=min(self._waiting, counters.waiting),
+            tokens_in_flight=sum(open_request.token_count for open_request in self._open.values()),
+            blocks_used=round(counters.kv_usage * (self.limits.block_count - 1)),
+            blocks_total=self.limits.block_count,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
+            decoded_tokens=counters.decoded_tokens,
+            decode_steps=counters.decode_steps,
+            route_bytes=self._routes.size_bytes,
+            routes_dropped=self._routes.dropped_rows,
+            dead_kv_bytes=min(self._salts.dead_blocks, self.limits.block_count)
+            * self.limits.block_size_tokens
+            * self.limits.kv_bytes_per_token,
+        )
+
+    def drain_busy(self) -> list[BusyInterval]:
+        return self._counters.busy_log.drain(time.time())
+
+    def drain_kv_events(self) -> list[KvEvent]:
+        return []

@@ -1,0 +1,77 @@
+"""Starts vLLM with the settings this project needs. Only calling `launch` needs vLLM."""
+
+# vLLM is not installed where the checks run.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from slipstream.common.config import ENVIRONMENT, ConfigError
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.models.base import Sizes
+
+SUPPORTED = ("0.30.0",)
+"""What `scheduler.py`, `reload.py` and `live.py` were tested with: they use parts of vLLM that are not public."""
+
+_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles the ranking of log-probabilities, 20 s at the first probe
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine takes the same core
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""Read by vLLM when it is imported. What is set already stays."""
+
+
+def find_vllm(module: str = "vllm") -> None:
+    """Refuse to go on without vLLM, or with one that was not tested."""
+    try:
+        version = importlib.import_module(module).__version__
+    except ImportError as error:
+        raise ConfigError(f'engine.type = "vllm" needs vLLM: {error}; install it with: make install-vllm') from None
+    if version.split("+")[0] not in SUPPORTED:
+        raise ConfigError(f"vLLM {version} is installed; tested with {', '.join(SUPPORTED)}")
+
+
+def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any) -> Any:
+    """An `AsyncLLM` without weights; takes seconds. Call it on the event loop that will use it."""
+    for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
+        ENVIRONMENT.setdefault(name, value)
+    find_vllm()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from slipstream.engine.vllm.merging import keep_routes_when_merging
+
+    keep_routes_when_merging()
+    engine_config = AsyncEngineArgs(
+        model=str(model_dir),
+        load_format="dummy",  # the first update brings the weights
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        seed=0,
+        max_model_len=sizes.max_context_tokens + 1,
+        # vLLM samples one token after a prompt whose log-probabilities are asked for, so a probe of the whole context
+        # needs a position more.
+        hf_overrides={"max_position_embeddings": sizes.max_context_tokens + 1},
+        max_num_seqs=config.max_running_samples,
+        max_num_batched_tokens=max(config.max_prefill_tokens, config.max_running_samples),
+        enable_chunked_prefill=True,
+        block_size=config.block_size_tokens,
+        num_gpu_blocks_override=config.block_count,
+        enable_prefix_caching=True,
+        prefix_caching_hash_algo="sha256_cbor",
+        logprobs_mode="processed_logprobs",
+        enable_return_routed_experts=True,
+        worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
+        scheduler_cls="slipstream.engine.vllm.scheduler.ProbeScheduler",
+    ).create_engine_config()
+    # The platform has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
+    ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)

@@ -1,0 +1,192 @@
+"""Weight updates of a vLLM engine: pause, swap, read back, verify with a probe, resume; or all the way back.
+
+Tensors travel by files in memory; the file of the version in use is kept to go back to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from slipstream.common.errors import WeightsCorrupt
+from slipstream.engine.base import PausedEngine
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.models.base import Sizes
+from slipstream.models.registry import find_architecture
+
+MEMORY = Path("/dev/shm")
+PREFIX = "slipstream-vllm-"
+"""Of directories; then comes the process that owns one."""
+
+Rpc = Callable[..., Awaitable[Any]]
+Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
+
+
+class WeightsLost(Exception):
+    """Nobody knows which weights the engine holds: it must not go on."""
+
+
+def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of a whole checkpoint by name, from the model's own code; no memory is taken."""
+    with torch.device("meta"):
+        model = find_architecture(sizes.architecture).build_model(sizes)
+    shapes = {name: tuple(view.shape) for name, view in model.hf_views().items()}
+    return {name: (*_flat(shape[:-1]), shape[-1]) if len(shape) > 2 else shape for name, shape in shapes.items()}
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int]:
+    return (int(np.prod(shape)),)
+
+
+class WeightFiles:
+    """Versions as files: the one in use, and the one that is tried."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._expected = expected_shapes(sizes)
+        parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        _remove_orphans(parent)
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        self.current: Path | None = None
+
+    def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors as vLLM takes them. vLLM itself takes a checkpoint that lacks a layer without a word."""
+        if tensors.keys() != self._expected.keys():
+            missing, extra = (
+                sorted(self._expected.keys() - tensors.keys()),
+                sorted(tensors.keys() - self._expected.keys()),
+            )
+            raise ValueError(f"state dict does not match the model: missing {missing[:3]}, unexpected {extra[:3]}")
+        checked = {}
+        for name, value in tensors.items():
+            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+            if tuple(tensor.shape) != self._expected[name]:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {self._expected[name]}")
+            if not tensor.is_floating_point():
+                raise ValueError(f"{name} has dtype {tensor.dtype}")
+            checked[name] = tensor.to(torch.float32).contiguous()
+        return checked
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> Path:
+        path = self._directory / f"{uuid4().hex}.safetensors"
+        save_file(tensors, path)
+        return path
+
+    def new_path(self) -> Path:
+        return self._directory / f"{uuid4().hex}.safetensors"
+
+    def keep(self, path: Path) -> None:
+        """`path` holds the version in use from now on."""
+        previous, self.current = self.current, path
+        if previous is not None:
+            previous.unlink()
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Free the memory of engines that were killed."""
+    for directory in parent.glob(f"{PREFIX}*-*"):
+        owner = directory.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class Paused(PausedEngine):
+    """The engine in the pause, as `verify` sees it; used on a thread of its own, while the loop goes on."""
+
+    def __init__(
+        self, live: dict[str, np.ndarray], probe: Probe, loop: asyncio.AbstractEventLoop, timeout_s: float
+    ) -> None:
+        self._live = live
+        self._probe = probe
+        self._loop = loop
+        self._timeout_s = timeout_s
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return self._live
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        async def bounded() -> list[float]:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._probe(token_ids)
+
+        return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result(self._timeout_s + 1)
+
+
+class Swapper:
+    """Does the swaps of one engine, inside a pause that its caller makes."""
+
+    def __init__(self, sizes: Sizes, config: VllmConfig, rpc: Rpc, probe: Probe) -> None:
+        self._files = WeightFiles(sizes)
+        self._config = config
+        self._rpc = rpc
+        self._probe = probe
+
+    async def prepare(self, tensors: Mapping[str, Any]) -> Path:
+        """Check a version and write it where the worker reads it: before the pause."""
+        return await asyncio.to_thread(lambda: self._files.write(self._files.check(tensors)))
+
+    async def swap(self, path: Path, verify: Callable[[PausedEngine], None]) -> tuple[dict[str, int], float]:
+        """Put a prepared version in. Returns tokens sampled so far by vLLM's ids, and the seconds of the swap.
+
+        Raises `WeightsLost` if it is unknown which weights are in now; after any other error it is the old ones.
+        """
+        started_s = time.monotonic()
+        previous = self._files.current
+        try:
+            counts = await self._replace(path, previous)
+            apply_s = time.monotonic() - started_s
+            try:
+                live = await self.read_back(path)
+                paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
+                await asyncio.to_thread(verify, paused)
+            except Exception:
+                if previous is not None:
+                    await self._replace(previous, None)
+                raise
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        self._files.keep(path)
+        return counts, apply_s
+
+    async def _replace(self, path: Path, previous: Path | None) -> dict[str, int]:
+        try:
+            error, counts = await self._call("slipstream_swap", str(path), str(previous) if previous else None)
+        except Exception as failure:  # vLLM's, or a timeout: the swap may still be going on
+            raise WeightsLost(f"a weight update did not come back: {type(failure).__name__}: {failure}") from failure
+        if error:
+            raise WeightsCorrupt(f"vLLM could not load the weights: {error}")
+        return counts
+
+    async def read_back(self, applied: Path | None = None) -> dict[str, np.ndarray]:
+        """The live parameters, read from the worker."""
+        applied = applied or self._files.current
+        assert applied is not None
+        target = self._files.new_path()
+        try:
+            await self._call("slipstream_read_back", str(applied), str(target))
+            return await asyncio.to_thread(load_file, target)
+        finally:
+            target.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._files.close()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        async with asyncio.timeout(self._config.update_timeout_s):
+            (answer,) = await self._rpc(method, args=arguments)
+            return answer

@@ -1,0 +1,158 @@
+"""What of the vLLM engine is ours alone: spans, seeds, salts, the checks before an update, and its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from slipstream.common.config import ConfigError
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.engine.base import DecodeRequest, Sampling
+from slipstream.engine.embedded.config import EmbeddedConfig
+from slipstream.engine.vllm import updates
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.draws import PositionGenerator, position_seed
+from slipstream.engine.vllm.salts import SaltVersions
+from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
+from slipstream.engine.vllm.updates import WeightFiles
+from slipstream.engine.worker.config import EngineConfig
+from tests.unit.engine.helpers import SIZES, tensors, weights
+
+V1, V2, V3 = PolicyVersion(1, 0), PolicyVersion(1, 1), PolicyVersion(1, 2)
+ENGINE = TypeAdapter(EngineConfig)
+
+
+def sampled(count: int) -> Sample:
+    sample = Sample(0, [(0, V1)])
+    sample.token_ids, sample.logprobs = list(range(count)), [-1.0] * count
+    return sample
+
+
+def test_a_table_without_a_type_is_the_embedded_engines():
+    assert ENGINE.validate_python({"block_size_tokens": 8}) == EmbeddedConfig(block_size_tokens=8)
+    assert ENGINE.validate_python({"type": "vllm", "block_count": 64}) == VllmConfig(block_count=64)
+    for wrong in ({"type": "other"}, {"type": "vllm", "block_size_tokens": 8}):
+        with pytest.raises(ValidationError):
+            ENGINE.validate_python(wrong)
+
+
+def test_versions_are_cut_where_the_weights_changed_whenever_chunks_are_taken():
+    for taken_first in range(5):
+        sample = sampled(taken_first)
+        first = sample.take()
+        sample.swapped(4, V2)
+        sample.swapped(4, V3)  # no token between two updates
+        sample.token_ids, sample.logprobs = list(range(10)), [-1.0] * 10
+        sample.finish_reason = "length"
+        last = sample.take()
+        assert last is not None
+        chunks = [chunk for chunk in (first, last) if chunk is not None]
+        versions = [version for chunk in chunks for count, version in chunk.versions for _ in range(count)]
+        assert versions == [V1] * 4 + [V3] * 6
+        assert sample.take() is None
+
+
+def test_a_sample_that_waits_through_an_update_is_of_the_new_version_alone():
+    sample = sampled(0)
+    sample.swapped(None, V2)
+    sample.token_ids, sample.logprobs, sample.finish_reason = [1, 2], [-1.0, -1.0], "stop"
+    chunk = sample.take()
+    assert chunk is not None
+    assert chunk.versions == [(2, V2)]
+
+
+async def test_chunks_come_at_a_samples_end_and_at_a_flush_and_then_no_more():
+    sampling = Sampling(max_new_tokens=4)
+    request = OpenRequest(DecodeRequest("r", [1], "s", ("a", "b"), sampling), V1, flush_s=30.0)
+    one, other = request.samples
+    one.token_ids, one.logprobs, one.finish_reason = [1], [-1.0], "stop"
+    other.token_ids, other.logprobs = [2], [-1.0]
+    async with asyncio.timeout(5):
+        assert [chunk.sample_index for chunk in await request.next_chunks()] == [0]
+        request.wake(flush=True)
+        assert [chunk.sample_index for chunk in await request.next_chunks()] == [1]
+        other.finish_reason = "length"
+        request.wake(flush=False)
+        (last,) = await request.next_chunks()
+        assert (last.token_ids, last.finish_reason) == ([], "length")
+        assert await request.next_chunks() == []
+
+
+def test_seeds_fit_vllm_and_differ_by_sample_and_position():
+    seeds = {sample_seed(seed, index) for seed in (0, -1, 5, 2**80 + 1) for index in range(50)}
+    assert len(seeds) == 200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({position_seed(seed, position) for seed in list(seeds)[:5] for position in range(50)}) == 250
+
+
+def test_a_draw_depends_on_the_position_and_not_on_draws_taken_back():
+    generator = PositionGenerator()
+
+    def draw(position: int) -> float:
+        generator.manual_seed(position_seed(7, position))
+        return float(torch.empty(1).exponential_(generator=generator))
+
+    first, second = draw(0), draw(1)
+    generator.set_offset(generator.get_offset() - 4)
+    assert (draw(1), draw(0)) == (second, first)
+
+
+def test_a_salt_remembers_its_oldest_version_and_counts_its_dead_blocks():
+    salts = SaltVersions(kept_count=2)
+    salts.use("a", V1)
+    salts.use("a", V2)
+    assert (salts.oldest("a"), salts.oldest("b")) == (V1, UNSET)
+    salts.filled("a", 3)
+    salts.end("a")
+    salts.end("a")
+    salts.filled("a", 1)
+    assert salts.dead_blocks == 4
+    for name in ("b", "c"):
+        salts.use(name, V3)
+    assert salts.oldest("a") == UNSET
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "integer"])
+def test_weights_that_are_not_the_models_are_refused_before_vllm_sees_them(fault):
+    files, wrong = WeightFiles(SIZES), tensors(weights(1))
+    try:
+        assert files.check(wrong).keys() == wrong.keys()
+        name = "model.layers.0.mlp.experts.1.down_proj.weight"
+        if fault == "missing":
+            del wrong[name]
+        elif fault == "extra":
+            wrong["model.layers.9.weight"] = wrong[name]
+        elif fault == "shape":
+            wrong[name] = wrong[name][:-1]
+        else:
+            wrong[name] = wrong[name].to(torch.int32)
+        with pytest.raises(ValueError, match=name if fault not in ("missing", "extra") else "does not match"):
+            files.check(wrong)
+    finally:
+        files.close()
+
+
+def test_weights_in_memory_of_a_killed_engine_are_freed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(updates, "MEMORY", tmp_path)
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    orphan, foreign = tmp_path / f"slipstream-vllm-{killed.pid}-x", tmp_path / "slipstream-vllm-own"
+    orphan.mkdir()
+    foreign.mkdir()
+    first, second = WeightFiles(SIZES), WeightFiles(SIZES)
+    assert (orphan.exists(), foreign.exists()) == (False, True)
+    assert len(list(tmp_path.iterdir())) == 3
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == [foreign]
+
+
+def test_where_vllm_is_missing_the_refusal_names_the_command(tmp_path):
+    from slipstream.engine.vllm.launch import find_vllm
+
+    with pytest.raises(ConfigError, match="make install-vllm"):
+        find_vllm("a_module_that_is_not_there")
