@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from slipstream.common.errors import KvUnknown, RequestAborted
-from slipstream.engine.base import KvPayload
+from slipstream.engine.base import FRAMES, KvPayload
 from tests.engine.bench import Bench, Factory, prompt_of, until
 from tests.engine.engines import Limits
 
@@ -72,7 +72,7 @@ async def abort_transferring(bench: Bench, number: int, kv: KvPayload | None) ->
     await bench.engine.prefill(job)
     assert await bench.engine.abort(job.request_id) == 1
     assert not bench.engine.release_kv(job.request_id)
-    if bench.engine.capabilities.exports_kv:
+    if FRAMES in bench.engine.capabilities.kv_transports:
         with pytest.raises(KvUnknown):
             bench.engine.export_kv(job.request_id)
     request = bench.request(prompt_of(40), samples=2, kv=kv, max_new_tokens=100)
@@ -116,7 +116,7 @@ async def test_aborts_free_all_blocks_and_leave_others_untouched(build: Factory,
     rows = STEADY if phase is abort_queued else STEADY + 8
     async with build(Limits(running_samples=rows)) as bench:
         kv = None
-        if bench.engine.capabilities.exports_kv:
+        if FRAMES in bench.engine.capabilities.kv_transports:
             held = await prefiller.engine.prefill(prefiller.prefill_request(prompt_of(40)))
             kv = prefiller.engine.export_kv(held.transfer_id)
             prefiller.engine.release_kv(held.transfer_id)

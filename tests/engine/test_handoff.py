@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.common.errors import KvMismatch, KvUnknown, RequestIdReused, Unsupported
+from slipstream.engine.base import FRAMES
 from tests.engine.bench import Bench, Factory, prompt_of, unique
 from tests.engine.engines import Limits
 
@@ -66,7 +67,7 @@ async def test_kv_that_nobody_fetches_expires(build: Factory):
 async def test_kv_leaves_and_enters_by_the_protocol_or_is_refused(bench: Bench, prefiller: Bench):
     prompt = prompt_of(20)
     result = await prefiller.engine.prefill(prefiller.prefill_request(prompt))
-    if not prefiller.engine.capabilities.exports_kv:
+    if FRAMES not in prefiller.engine.capabilities.kv_transports:
         with pytest.raises(Unsupported):
             prefiller.engine.export_kv(result.transfer_id)
     else:
@@ -80,6 +81,6 @@ async def test_kv_leaves_and_enters_by_the_protocol_or_is_refused(bench: Bench, 
         with pytest.raises(KvMismatch):
             await bench.ask(prompt, kv=replace(kv, data=bytes(kv.data)[:-4]))
     prefiller.engine.release_kv(result.transfer_id)
-    if prefiller.engine.capabilities.exports_kv:
+    if FRAMES in prefiller.engine.capabilities.kv_transports:
         with pytest.raises(KvUnknown):
             prefiller.engine.export_kv(result.transfer_id)

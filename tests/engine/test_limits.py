@@ -16,7 +16,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     Unsupported,
 )
-from slipstream.engine.base import DecodeRequest
+from slipstream.engine.base import FRAMES, DecodeRequest, KvHeader, KvPayload, KvReference
 from tests.engine.bench import Bench, Factory, prompt_of, until
 from tests.engine.engines import Limits
 
@@ -102,19 +102,23 @@ async def test_the_id_of_a_running_request_cannot_be_taken(bench: Bench):
 async def test_what_an_engine_cannot_do_it_refuses_by_the_capabilitys_name(bench: Bench):
     """What it can do is what the other bodies use."""
     can = bench.engine.capabilities
-    kv_request = replace(bench.request(prompt_of(5)), kv=object())
     for name, request in (
         ("truncates_sampling", bench.request(prompt_of(5), top_k=3)),
         ("truncates_sampling", bench.request(prompt_of(5), top_p=0.5)),
         ("captures_routes", bench.request(prompt_of(5), capture_routes=True)),
-        ("exports_kv", kv_request),
     ):
         if getattr(can, name):
-            if request is not kv_request:
-                bench.engine.check(request)
+            bench.engine.check(request)
             continue
         with pytest.raises(Unsupported) as refused:
             await bench.run(request)
         assert refused.value.metadata["capability"] == name
+    header = KvHeader("float32", (), 4, (), bench.version, bench.version)
+    for transport in {FRAMES, "nixl", "mooncake"} - set(can.kv_transports):
+        kv = KvReference(transport, b"{}", "t", 4, bench.version, bench.version)
+        request = replace(bench.request(prompt_of(5)), kv=KvPayload(header, b"") if transport == FRAMES else kv)
+        with pytest.raises(Unsupported, match=transport) as refused:
+            await bench.run(request)
+        assert refused.value.metadata["capability"] == "kv_transports"
     if not can.kv_events:
         assert bench.engine.drain_kv_events() == []

@@ -26,7 +26,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import KvHeader, KvPayload
+from slipstream.engine.base import FRAMES, KvHeader, KvPayload, KvReference
 from slipstream.engine.hashing import block_hashes
 
 log = structlog.get_logger()
@@ -60,6 +60,23 @@ class KvClient:
         """Most KV that a prompt of this model has."""
         self._channels = Channels(lambda address: open_channel(address, access))
         self._fetched: defaultdict[str, list[str]] = defaultdict(list)
+
+    async def resolve(
+        self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str
+    ) -> KvPayload | KvReference:
+        """What the engine is given: the bytes, or where its own connector takes them."""
+        if handle.transport in ("", FRAMES):
+            return await self.fetch(handle, token_ids, salt)
+        return KvReference(
+            transport=handle.transport,
+            params=handle.connector_params,
+            transfer_id=handle.transfer_id,
+            token_count=handle.token_count,
+            version=PolicyVersion.from_proto(handle.version),
+            oldest_version=PolicyVersion.from_proto(handle.kv_oldest_version),
+            worker_epoch=handle.worker_epoch,
+            expires_unix_ms=handle.expires_unix_ms,
+        )
 
     async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:
         """The KV that `handle` names. Ends in `timeout_s`, with `KvTransferFailed` if it did not come."""

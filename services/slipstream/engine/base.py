@@ -17,6 +17,9 @@ from slipstream.common.version import UNSET, PolicyVersion
 
 FinishReason = Literal["", "stop", "length", "aborted"]
 
+FRAMES = "frames"
+"""The transport of KV that leaves an engine as bytes: `KvPayload`."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -52,6 +55,30 @@ class PrefillRequest:
 
 
 @dataclass(frozen=True)
+class KvReference:
+    """KV that stays where it is until the connector of a decode engine takes it."""
+
+    transport: str
+    """Which connector: "nixl" or "mooncake"."""
+
+    params: bytes
+    """What the connector of the other engine needs: JSON, its own business."""
+
+    transfer_id: str
+    """Names it at the prefill engine."""
+
+    token_count: int
+    version: PolicyVersion
+    oldest_version: PolicyVersion
+
+    worker_epoch: str = ""
+    """The life of the prefill worker that holds it."""
+
+    expires_unix_ms: int = 0
+    """Not to be taken after this, milliseconds since 1970; 0: no such time."""
+
+
+@dataclass(frozen=True)
 class PrefillResult:
     """Where the prompt's KV is. `transfer_id` names it until it is released or expires."""
 
@@ -67,6 +94,9 @@ class PrefillResult:
 
     kv_oldest_version: PolicyVersion
     """Oldest weights behind any of the positions."""
+
+    reference: KvReference | None = None
+    """How a decode engine takes it, where KV moves by a connector; else by `Engine.export_kv`."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +135,7 @@ class DecodeRequest:
     salt: str
     sample_ids: tuple[str, ...]
     sampling: Sampling
-    kv: KvPayload | None = None
+    kv: KvPayload | KvReference | None = None
     capture_routes: bool = True
     for_training: bool = False
     """The policy gradient divides by these log-probabilities, so what biases them is refused (`check_sampling`)."""
@@ -176,8 +206,9 @@ class EngineCapabilities:
     prefills: bool = True
     """`prefill`; else its decode computes prompts itself, and it serves in no prefill pool."""
 
-    exports_kv: bool = True
-    """`export_kv`, and `kv` of a decode request; else KV moves by a connector of the engine's own."""
+    kv_transports: tuple[str, ...] = (FRAMES,)
+    """How KV gets out of `prefill` and into `decode`. "frames": `export_kv`, and a `KvPayload`; any other: a connector
+    of the engine's own, and a `KvReference`. Empty: not at all."""
 
     keeps_kv_over_updates: bool = True
     """In-flight requests go on after `update` with the KV they have, and their prefixes stay in the cache."""

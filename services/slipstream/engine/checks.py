@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from slipstream.common.errors import ContextTooLong, InvalidRequest, NoWeights, SamplingBiased, Unsupported
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import DecodeRequest, EngineCapabilities, EngineLimits, PrefillRequest, Sampling
+from slipstream.engine.base import (
+    FRAMES,
+    DecodeRequest,
+    EngineCapabilities,
+    EngineLimits,
+    KvReference,
+    PrefillRequest,
+    Sampling,
+)
 
 
 def check_prompt(
@@ -61,7 +69,7 @@ def check_decode(
     if request.capture_routes:
         require(capabilities, "captures_routes")
     if request.kv is not None:
-        require(capabilities, "exports_kv")
+        require_transport(capabilities, request.kv.transport if isinstance(request.kv, KvReference) else FRAMES)
 
 
 def check_unbiased(sampling: Sampling) -> None:
@@ -79,6 +87,18 @@ def require(capabilities: EngineCapabilities, name: str) -> None:
     """Refuse what this engine cannot do."""
     if not getattr(capabilities, name):
         raise Unsupported(f"this engine does not do that: {name}", method=name, capability=name)
+
+
+def require_transport(capabilities: EngineCapabilities, transport: str) -> None:
+    """Refuse KV that comes, or is to go, by a way this engine does not have."""
+    if transport not in capabilities.kv_transports:
+        has = ", ".join(capabilities.kv_transports) or "none"
+        raise Unsupported(
+            f"this engine moves no KV by {transport}; kv_transports: {has}",
+            method="kv_transports",
+            capability="kv_transports",
+            transport=transport,
+        )
 
 
 def _over(field: str, name: str, limit: int) -> InvalidRequest:

@@ -12,7 +12,7 @@ import grpc
 from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
 from slipstream.common.errors import OffsetOutOfRange
 from slipstream.common.frames import encode_header, iter_frames
-from slipstream.engine.base import Engine, PrefillRequest
+from slipstream.engine.base import FRAMES, Engine, PrefillRequest
 from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
@@ -55,7 +55,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 transfer_id=result.transfer_id,
                 token_count=result.token_count,
                 expires_unix_ms=round(expires_s * 1000),
+                transport=FRAMES,
             )
+            if (reference := result.reference) is not None:
+                kv.transport = reference.transport
+                kv.connector_params = reference.params
+                kv.version.CopyFrom(result.version.to_proto())
+                kv.kv_oldest_version.CopyFrom(result.kv_oldest_version.to_proto())
             return prefill_pb2.PrefillResponse(
                 kv=kv,
                 version=result.version.to_proto(),

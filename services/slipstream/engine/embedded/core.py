@@ -195,7 +195,7 @@ class EngineCore:
             if job is None:
                 break
             self.waiting.popleft()
-            if isinstance(job.owner, ActiveDecode) and job.owner.request.kv is not None:
+            if isinstance(job.owner, ActiveDecode) and isinstance(job.owner.request.kv, KvPayload):
                 self._import(job, job.owner.request.kv)
             if job.left:
                 jobs.append(job)

@@ -281,7 +281,7 @@ class EmbeddedEngine:
         check_decode(request, self.version, self.limits, self.capabilities)
         if request.request_id in self._streams:
             raise RequestIdReused("this request is running", request_id=request.request_id)
-        if request.kv is not None:
+        if isinstance(request.kv, KvPayload):
             self._check_kv(request.kv, len(request.token_ids) - 1)
         self._check_room()
 

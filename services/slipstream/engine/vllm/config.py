@@ -42,5 +42,14 @@ class VllmConfig(BaseConfig):
     transfer_ttl_s: float = Field(default=60.0, gt=0)
     """KV of a prefill that nobody released is freed after this long."""
 
+    connector: Literal["none", "nixl", "mooncake"] = "none"
+    """How KV moves from prefill to decode workers; the same in both pools. "none": decode computes the prompts."""
+
+    side_channel_host: str = "127.0.0.1"
+    """Where decode workers reach this one's connector, before the first transfer."""
+
+    side_channel_port: int = Field(default=0, ge=0, le=65535)
+    """A port of this worker alone; 0 takes a free one."""
+
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for each part of a weight update: the swap, the read back, the probe."""

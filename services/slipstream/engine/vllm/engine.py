@@ -93,7 +93,7 @@ class VllmEngine:
         )
         self.capabilities = EngineCapabilities(
             prefills=False,
-            exports_kv=False,
+            kv_transports=(),
             truncates_sampling=False,
             chunked_prefill=True,
             kv_events=False,
