@@ -48,6 +48,13 @@ def test_nothing_of_a_finished_run_is_left_running(finished):
     assert finished.synchronous.left_after(2.0) == []
 
 
+def test_a_run_without_a_prefill_pool_knows_all_routes_and_agrees_with_its_trainer(finished):
+    report = finished.synchronous.report()
+    assert not list((finished.synchronous.path / "logs").glob("prefill*"))
+    assert report["routes_unknown_fraction"] == 0
+    assert report["mismatch_numeric"] < 1e-9
+
+
 def test_the_report_has_every_figure(finished):
     report = finished.bounded.report()
     assert report.keys() >= REPORTED

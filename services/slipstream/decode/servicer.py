@@ -43,15 +43,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 return
             flush_s = request.flush.max_ms / 1000 or DEFAULT_FLUSH_S
             joined = JoinedChunks(len(request.sample_ids), 0.0 if request.flush.max_tokens else flush_s)
+            prompt = PromptRoutes(self._routes, job)
             # Closing the iterator, because the caller left or is out of time, aborts the request.
             async with aclosing(self._engine.decode_batches(job, flush_s)) as batches:
                 async for chunks in batches:
                     ready = joined.add(chunks)
                     if ready:
-                        yield decode_pb2.DecodeResponse(chunks=[self._to_proto(job, chunk) for chunk in ready])
+                        yield prompt.told(decode_pb2.DecodeResponse(chunks=[self._to_proto(job, c) for c in ready]))
             rest = joined.take()
             if rest:
-                yield decode_pb2.DecodeResponse(chunks=[self._to_proto(job, chunk) for chunk in rest])
+                yield prompt.told(decode_pb2.DecodeResponse(chunks=[self._to_proto(job, c) for c in rest]))
 
     async def Abort(
         self, request: decode_pb2.DecodeServiceAbortRequest, context: grpc.aio.ServicerContext
@@ -90,6 +91,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _to_proto(self, job: DecodeRequest, chunk: SampleChunk) -> decode_pb2.SampleChunk:
         last = bool(chunk.finish_reason) and job.capture_routes
         return chunk_to_proto(chunk, self._routes.ref(job.sample_ids[chunk.sample_index]) if last else None)
+
+
+class PromptRoutes:
+    """Says once, as soon as they are known, where the routes of a prompt are that was computed here."""
+
+    def __init__(self, routes: RouteRows, job: DecodeRequest) -> None:
+        self._routes = routes
+        self._request_id = job.request_id
+        self._due = job.kv is None and job.capture_routes and len(job.token_ids) > 1
+
+    def told(self, response: decode_pb2.DecodeResponse) -> decode_pb2.DecodeResponse:
+        if self._due and (ref := self._routes.ref(self._request_id)) is not None:
+            response.prompt_routes.CopyFrom(ref)
+            self._due = False
+        return response
 
 
 class JoinedChunks:

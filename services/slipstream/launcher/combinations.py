@@ -48,7 +48,9 @@ def check_combinations(config: RunConfig, origins: Origins) -> None:
 def _engines(config: RunConfig) -> Iterator[Problem]:
     prefill, decode = config.section("prefill"), config.section("decode")
     sizes: dict[str, Any] = {"prefill": getattr(prefill, "engine", None), "decode": getattr(decode, "engine", None)}
-    if sizes["prefill"].block_size_tokens != sizes["decode"].block_size_tokens:
+    if not config.replicas("prefill"):
+        del sizes["prefill"]
+    elif sizes["prefill"].block_size_tokens != sizes["decode"].block_size_tokens:
         yield (
             ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),
             f"is {sizes['prefill'].block_size_tokens}, decode.engine.block_size_tokens is "

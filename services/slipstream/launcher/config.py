@@ -41,6 +41,8 @@ SERVICES: dict[str, type[ServiceConfig]] = {
 REPLICATED = {"prefill": 1, "decode": 2, "runner": 1}
 """Services that can run several times, and how often they do unless told."""
 
+OF_PREFILL = "Processes of this service. 0: decode workers compute the prompts themselves."
+
 FILLED = frozenset(
     {
         *ServiceConfig.model_fields,
@@ -121,7 +123,8 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
         optim = create_model("OptimSection", __base__=_Made, **_fields_of(OptimConfig, {"total_steps"}))
         fields["optim"] = (optim, optim())
     if service in REPLICATED:
-        replicas = Field(default=REPLICATED[service], ge=1, le=64, description="Processes of this service.")
+        least, what = (0, OF_PREFILL) if service == "prefill" else (1, "Processes of this service.")
+        replicas = Field(default=REPLICATED[service], ge=least, le=64, description=what)
         fields["replicas"] = (int, replicas)
     return create_model(f"{service.capitalize()}Section", __base__=_Made, __doc__=config_class.__doc__, **fields)
 

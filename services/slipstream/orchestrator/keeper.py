@@ -119,6 +119,11 @@ class VersionKeeper:
         if any(results):
             self.changed.notify()
 
+    @property
+    def roles(self) -> list[str]:
+        """The pools there are, in the order in which they are updated; a run may do without a prefill pool."""
+        return sorted({worker.role for worker in self.workers})
+
     def routable(self, role: str) -> list[Worker]:
         """Return the workers of a pool that take requests."""
         return [w for w in self.workers if w.role == role and w.version and self._serves(w)]
@@ -156,7 +161,7 @@ class VersionKeeper:
         if not ready:
             return
         await self.until_cancelled(self.config.cancel_ack_timeout_s)
-        for role in ("decode", "prefill"):
+        for role in self.roles:
             for worker, update_id in ready:
                 if worker.role != role:
                     continue
@@ -271,7 +276,7 @@ class VersionKeeper:
         return worker.see(answer.epoch, answer.state, version, self.clock())
 
     def _advance(self) -> None:
-        pools = [self.routable("decode"), self.routable("prefill")]
+        pools = [self.routable(role) for role in self.roles]
         if not all(pools):
             return
         lowest = min(worker.version for pool in pools for worker in pool)

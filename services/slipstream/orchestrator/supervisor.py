@@ -90,7 +90,7 @@ class Supervisor:
                 return f"no version was served after {config.start_timeout_s:.0f} s; published: {published}"
             self._sequencer.progress_at = now
             return None
-        for role in ("decode", "prefill"):
+        for role in self._keeper.roles:
             if self._lasts(role, not self._keeper.routable(role)) > config.pool_timeout_s:
                 stale = [w for w in self._keeper.workers if w.role == role and w.stale_reason]
                 why = "".join(f"; {worker.replica} is stale: {worker.stale_reason}" for worker in stale[:1])

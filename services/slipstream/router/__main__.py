@@ -45,7 +45,12 @@ async def run(config: RouterConfig) -> None:
             for endpoint in endpoints
         ]
     )
-    policy = PlacementPolicy(config.worker_silence_s, config.saturation_fraction, config.affinity_slack_samples)
+    policy = PlacementPolicy(
+        config.worker_silence_s,
+        config.saturation_fraction,
+        config.affinity_slack_samples,
+        config.remote_prefill_min_uncached_tokens,
+    )
     leases = PlacementLeases(config.lease_ttl_s, config.max_placements)
     state = State(config.redis.url, config.run_id)
     mirror = LeaseMirror(state, config.lease_ttl_s, leases.held)

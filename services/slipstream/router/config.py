@@ -26,6 +26,10 @@ class RouterConfig(ServiceConfig):
     decode_workers: list[WorkerEndpoint] = Field(default_factory=list)
     """The decode pool."""
 
+    remote_prefill_min_uncached_tokens: int = Field(default=0, ge=0)
+    """A prompt of which its decode worker lacks fewer tokens than this is computed there, not sent by a prefill worker.
+    0: all prompts go through the prefill pool, if there is one."""
+
     lease_ttl_s: float = Field(default=60.0, gt=0)
     """A placement that is not released ends after this, in seconds."""
 

@@ -15,12 +15,21 @@ class Placement:
 
     placement_id: str
     group_id: str
-    prefill: Worker
+    prefill: Worker | None
+    """None where the decode worker computes the prompt."""
     decode: Worker
     prefill_epoch: str
     decode_epoch: str
     sample_count: int
     expires_at_s: float
+
+    def count(self, sign: int) -> None:
+        """Add it to what its workers are thought to run, or take it off again."""
+        self.decode.placed_samples += sign * self.sample_count
+        self.decode.placement_count += sign
+        if self.prefill is not None:
+            self.prefill.placed_samples += sign
+            self.prefill.placement_count += sign
 
 
 class PlacementLeases:
@@ -46,20 +55,14 @@ class PlacementLeases:
         if len(self._open) >= self._capacity:
             raise PoolSaturated(f"{self._capacity} placements are open", pool="placements", limit=self._capacity)
         self._open[placement.placement_id] = placement
-        placement.decode.placed_samples += placement.sample_count
-        placement.prefill.placed_samples += 1
-        for worker in (placement.prefill, placement.decode):
-            worker.placement_count += 1
+        placement.count(1)
 
     def release(self, placement_id: str) -> bool:
         """End a lease; false if it is not open."""
         placement = self._open.pop(placement_id, None)
         if placement is None:
             return False
-        placement.decode.placed_samples -= placement.sample_count
-        placement.prefill.placed_samples -= 1
-        for worker in (placement.prefill, placement.decode):
-            worker.placement_count -= 1
+        placement.count(-1)
         return True
 
     def expire(self, now_s: float) -> list[str]:

@@ -80,7 +80,7 @@ def _describe(placement: Placement) -> str:
     return json.dumps(
         {
             "group_id": placement.group_id,
-            "prefill": placement.prefill.replica,
+            "prefill": placement.prefill.replica if placement.prefill else "",
             "prefill_epoch": placement.prefill_epoch,
             "decode": placement.decode.replica,
             "decode_epoch": placement.decode_epoch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.common.errors import NoWorker, PoolSaturated
 from slipstream.common.version import PolicyVersion
@@ -18,6 +18,7 @@ class Demand:
     sample_count: int
     min_version: PolicyVersion
     avoid_replicas: Collection[str] = ()
+    prompt_token_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,20 @@ class PlacementPolicy:
     silence_s: float
     saturation_fraction: float
     affinity_slack_samples: int
+    remote_prefill_min_uncached_tokens: int = 0
+
+    def place(
+        self, prefill_pool: Sequence[Worker], decode_pool: Sequence[Worker], demand: Demand, now_s: float
+    ) -> tuple[Worker | None, Worker]:
+        """Pick both workers of a turn. No prefill worker: the decode worker computes the prompt itself.
+
+        The last token of a prompt counts for nothing: decode computes it in any case.
+        """
+        decode = self.choose("decode", decode_pool, demand, now_s)
+        uncached = demand.prompt_token_count - 1 - decode.cached_tokens(demand.block_hashes)
+        if not prefill_pool or uncached < self.remote_prefill_min_uncached_tokens:
+            return None, decode
+        return self.choose("prefill", prefill_pool, replace(demand, sample_count=1), now_s), decode
 
     def choose(self, pool_name: str, workers: Sequence[Worker], demand: Demand, now_s: float) -> Worker:
         """Pick the worker of one pool.

@@ -93,6 +93,10 @@ class Worker:
         """Samples it runs, at least those placed here that a report cannot show yet."""
         return max(self.load.running_sample_count, self.placed_samples)
 
+    def cached_tokens(self, block_hashes: Sequence[int]) -> int:
+        """Tokens of a prompt that it is thought to hold."""
+        return self.prefix.matched_blocks(block_hashes) * self.limits.block_size_tokens
+
     def saturated(self, more_samples: int, fraction: float) -> bool:
         slots = self.limits.max_running_samples
         if slots and self.busy_samples + more_samples > max(slots * fraction, 1):

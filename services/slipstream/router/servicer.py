@@ -53,18 +53,12 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         self._mirror.check()
         now_s = time.monotonic()
         version = PolicyVersion.from_proto(request.min_policy_version)
-        avoid = set(request.avoid_replicas)
         hashes = request.block_hashes
-        prefill = self._policy.choose(
-            "prefill",
+        demand = Demand(hashes, request.sample_count, version, set(request.avoid_replicas), request.prompt_token_count)
+        prefill, decode = self._policy.place(
             self._pool.of_role(worker_pb2.WORKER_ROLE_PREFILL),
-            Demand(hashes, 1, version, avoid),
-            now_s,
-        )
-        decode = self._policy.choose(
-            "decode",
             self._pool.of_role(worker_pb2.WORKER_ROLE_DECODE),
-            Demand(hashes, request.sample_count, version, avoid),
+            demand,
             now_s,
         )
         placement = Placement(
@@ -72,20 +66,21 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
             group_id=request.group_id,
             prefill=prefill,
             decode=decode,
-            prefill_epoch=prefill.epoch,
+            prefill_epoch=prefill.epoch if prefill else "",
             decode_epoch=decode.epoch,
             sample_count=request.sample_count,
             expires_at_s=now_s + self._leases.ttl_s,
         )
         self._leases.add(placement)
         self._mirror.placed(placement)
-        cached = prefill.prefix.matched_blocks(hashes) * prefill.limits.block_size_tokens
+        cached = (prefill or decode).cached_tokens(hashes)
         telemetry.placements.inc()
+        telemetry.placements_without_prefill.inc(prefill is None)
         telemetry.prompt_tokens.inc(request.prompt_token_count)
         telemetry.expected_cached_tokens.inc(cached)
         return routing_pb2.PlaceResponse(
             placement_id=placement.placement_id,
-            prefill=_ref(prefill),
+            prefill=_ref(prefill) if prefill else None,
             decode=_ref(decode),
             lease_ttl_ms=int(self._leases.ttl_s * 1000),
             expected_cached_token_count=cached,

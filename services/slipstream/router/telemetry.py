@@ -12,9 +12,12 @@ from slipstream.router.leases import PlacementLeases
 from slipstream.router.pool import WorkerPool
 
 placements = Counter("slipstream_router_placements", "Turns placed.")
+placements_without_prefill = Counter(
+    "slipstream_router_placements_without_prefill", "Those whose decode worker computes the prompt itself."
+)
 prompt_tokens = Counter("slipstream_router_prompt_tokens", "Prompt tokens of turns placed.")
 expected_cached_tokens = Counter(
-    "slipstream_router_expected_cached_tokens", "Those that the chosen prefill worker was believed to hold."
+    "slipstream_router_expected_cached_tokens", "Those that the worker which computes the prompt was believed to hold."
 )
 leases_expired = Counter("slipstream_router_leases_expired", "Placements that nobody released in time.")
 leases_open = Reading("gauge", "slipstream_router_leases", "Placements that are held.")

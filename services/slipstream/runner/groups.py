@@ -157,7 +157,7 @@ def _answer(
 
 
 def _routes(turn: Turn, sample: Sample) -> list[types_pb2.RowsRef]:
-    return [routes for routes in (turn.prefill_routes, sample.routes) if routes is not None]
+    return [routes for routes in (turn.prompt_routes, sample.routes) if routes is not None]
 
 
 def _lines(

@@ -2,6 +2,8 @@
 
     Place -> Prefill (KV stays at the worker) -> Decode (pulls the KV, streams samples) -> Release
 
+The router leaves Prefill out where the decode worker may compute the prompt itself.
+
 A turn that fails at a worker is placed again, away from that worker, within the group's deadline. Retries
 live here and nowhere else on this path.
 """
@@ -87,8 +89,18 @@ class Turn:
     """What came of one model turn of a group."""
 
     samples: list[Sample]
-    prefill_routes: types_pb2.RowsRef | None
-    cached_token_count: int
+    prompt_routes: types_pb2.RowsRef | None = None
+    cached_token_count: int = 0
+    """Prompt tokens that the worker which computed the prompt had in its prefix cache."""
+
+    def extend(self, message: decode_pb2.DecodeResponse, *, computed_there: bool) -> None:
+        """Take in news of a decode worker. `computed_there`: it computed the prompt, too."""
+        for chunk in message.chunks:
+            self.samples[chunk.sample_index].extend(chunk)
+            if computed_there:
+                self.cached_token_count = max(self.cached_token_count, chunk.cached_token_count)
+        if message.HasField("prompt_routes"):
+            self.prompt_routes = message.prompt_routes
 
 
 @dataclass
@@ -100,6 +112,13 @@ class TurnAttempt:
     prefilling: bool = False
     decoding: bool = False
     routes: list[types_pb2.RowsRef] = field(default_factory=list)
+
+    def failed_replica(self, error: errors.SlipstreamError) -> str:
+        """Which of its workers to avoid from now on."""
+        assert self.placement is not None
+        if self.prefilling and (not self.decoding or isinstance(error, PREFILL_AT_FAULT)):
+            return self.placement.prefill.replica
+        return self.placement.decode.replica
 
 
 class TurnClient:
@@ -133,8 +152,7 @@ class TurnClient:
             except PLACE_AGAIN as error:
                 log.info("turn_placed_again", request_id=attempt.request_id, reason=error.reason, retry=retry)
                 if attempt.placement is not None:
-                    decode_failed = attempt.decoding and not isinstance(error, PREFILL_AT_FAULT)
-                    avoid = [(attempt.placement.decode if decode_failed else attempt.placement.prefill).replica]
+                    avoid = [attempt.failed_replica(error)]
             retry += 1
             pause_s = backoff_s * (0.5 + random.random())
             if time.monotonic() + pause_s >= deadline_s:
@@ -186,21 +204,16 @@ class TurnClient:
             timeout=UNARY_TIMEOUT_S,
         )
         prompt = prefill_pb2.Prompt(new_token_ids=token_ids)
-        attempt.prefilling = True
-        prefilled = await self._peers.prefill(placement.prefill.address).Prefill(
-            prefill_pb2.PrefillRequest(
-                request_id=attempt.request_id,
-                worker_epoch=placement.prefill.epoch,
-                min_policy_version=assignment.dispatch_version,
-                salt=assignment.salt,
-                prompt=prompt,
-                capture_routes=True,
-            ),
-            timeout=UNARY_TIMEOUT_S,
-        )
-        if prefilled.HasField("routes"):
-            attempt.routes.append(prefilled.routes)
-        samples = [Sample() for _ in range(assignment.sample_count)]
+        turn = Turn([Sample() for _ in range(assignment.sample_count)])
+        kv: prefill_pb2.KvHandle | None = None
+        if placement.HasField("prefill"):
+            attempt.prefilling = True
+            prefilled = await self._prefill(assignment, prompt, attempt.request_id, placement.prefill)
+            kv = prefilled.kv if prefilled.HasField("kv") else None
+            turn.cached_token_count = prefilled.cached_token_count
+            if prefilled.HasField("routes"):
+                turn.prompt_routes = prefilled.routes
+                attempt.routes.append(prefilled.routes)
         attempt.decoding = True
         prefix = f"{assignment.group_id}.{assignment.attempt}."
         suffix = attempt.request_id.partition("~")[2]
@@ -211,27 +224,42 @@ class TurnClient:
                 min_policy_version=assignment.dispatch_version,
                 salt=assignment.salt,
                 prompt=prompt,
-                kv=prefilled.kv if prefilled.HasField("kv") else None,
-                sample_ids=[f"{prefix}{index}" + (f"~{suffix}" if suffix else "") for index in range(len(samples))],
+                kv=kv,
+                sample_ids=[
+                    f"{prefix}{index}" + (f"~{suffix}" if suffix else "") for index in range(len(turn.samples))
+                ],
                 sampling=assignment.sampling,
                 capture_routes=True,
                 for_training=assignment.purpose == TRAINING,
             )
         )
         async for message in stream:
-            for chunk in message.chunks:
-                samples[chunk.sample_index].extend(chunk)
-                if chunk.HasField("routes"):
-                    attempt.routes.append(chunk.routes)
-        if any(sample.finish_reason == types_pb2.FINISH_REASON_ABORTED for sample in samples):
+            turn.extend(message, computed_there=not placement.HasField("prefill"))
+            attempt.routes.extend(chunk.routes for chunk in message.chunks if chunk.HasField("routes"))
+            if message.HasField("prompt_routes"):
+                attempt.routes.append(message.prompt_routes)
+        if any(sample.finish_reason == types_pb2.FINISH_REASON_ABORTED for sample in turn.samples):
             raise errors.RequestAborted("the decode worker aborted a sample that nobody here gave up")
-        if not all(sample.finish_reason for sample in samples):
+        if not all(sample.finish_reason for sample in turn.samples):
             raise errors.Unreachable("the decode stream ended before all of its samples")
-        return Turn(
-            samples=samples,
-            prefill_routes=prefilled.routes if prefilled.HasField("routes") else None,
-            cached_token_count=prefilled.cached_token_count,
+        return turn
+
+    async def _prefill(
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        prompt: prefill_pb2.Prompt,
+        request_id: str,
+        worker: routing_pb2.WorkerRef,
+    ) -> prefill_pb2.PrefillResponse:
+        request = prefill_pb2.PrefillRequest(
+            request_id=request_id,
+            worker_epoch=worker.epoch,
+            min_policy_version=assignment.dispatch_version,
+            salt=assignment.salt,
+            prompt=prompt,
+            capture_routes=True,
         )
+        return await self._peers.prefill(worker.address).Prefill(request, timeout=UNARY_TIMEOUT_S)
 
     async def _give_back(self, attempt: TurnAttempt) -> None:
         """Abort at the workers and wait until their blocks are free; a worker that is gone has none."""

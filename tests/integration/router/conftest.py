@@ -79,8 +79,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 class World:
     """The router and its workers: two of each pool."""
 
-    def __init__(self, make_config: Callable[..., Any], redis_url: str) -> None:
-        names = [f"{pool}-{number}" for pool in ("prefill", "decode") for number in (1, 2)]
+    def __init__(self, make_config: Callable[..., Any], redis_url: str, pools: tuple[str, ...]) -> None:
+        names = [f"{pool}-{number}" for pool in pools for number in (1, 2)]
         self.workers = {name: FakeWorker(name, PREFILL if name.startswith("prefill") else DECODE) for name in names}
         self.router: Any = None
         self.state: State
@@ -184,8 +184,8 @@ class World:
 async def start_world(make_config: Callable[..., Any], own_valkey: Any) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def start(**fields: Any) -> World:
-            world = World(make_config, own_valkey.url)
+        async def start(pools: tuple[str, ...] = ("prefill", "decode"), **fields: Any) -> World:
+            world = World(make_config, own_valkey.url, pools)
             await world.start(stack, **fields)
             return world
 

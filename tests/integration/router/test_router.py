@@ -57,6 +57,28 @@ async def test_a_turn_goes_where_its_prefix_is_cached(world: Any) -> None:
         assert placed.expected_cached_token_count == 2 * 4
 
 
+async def test_a_prompt_that_the_decode_worker_mostly_has_goes_to_no_prefill_worker(start_world: Any) -> None:
+    world = await start_world(remote_prefill_min_uncached_tokens=4)
+    cold = await world.place(7, 8)
+    assert cold.HasField("prefill")
+    assert await world.release(cold.placement_id) == 1
+    world.workers["decode-1"].stores(7, 8)
+    await asyncio.sleep(0.3)
+    warm = await world.place(7, 8)  # 11 tokens: of the 10 that have KV, 8 are there
+    assert not warm.HasField("prefill")
+    assert (warm.decode.replica, warm.expected_cached_token_count) == ("decode-1", 8)
+    assert json.loads(await world.mirrored(warm.placement_id))["prefill"] == ""
+    workers = await world.list()
+    assert [workers[name].placement_count for name in ("prefill-1", "prefill-2", "decode-1")] == [0, 0, 1]
+    assert await world.release(warm.placement_id) == 1
+
+
+async def test_a_router_without_a_prefill_pool_places_on_decode_workers_alone(start_world: Any) -> None:
+    world = await start_world(pools=("decode",))
+    placed = await world.place(7, 8)
+    assert (placed.HasField("prefill"), placed.decode.replica) == (False, "decode-1")
+
+
 async def test_a_restarted_worker_has_a_new_epoch_and_no_cached_prefix(world: Any) -> None:
     prefill = world.workers["prefill-2"]
     prefill.stores(7, 8)

@@ -109,11 +109,12 @@ class FakeRouter(routing_pb2_grpc.RouterServiceServicer):
         chosen = {
             name: next((ref for ref in refs if ref.replica not in request.avoid_replicas), refs[0])
             for name, refs in self.pools.items()
+            if refs
         }
         return routing_pb2.PlaceResponse(
             placement_id=f"place/{request.request_id}",
             lease_ttl_ms=60_000,
-            prefill=chosen["prefill"],
+            prefill=chosen.get("prefill"),
             decode=chosen["decode"],
         )
 
@@ -158,7 +159,11 @@ class FakeWorker(
             yield decode_pb2.DecodeResponse(chunks=[self._chunk(request, 0)])
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
         await self.gate.wait()
-        yield decode_pb2.DecodeResponse(chunks=[self._chunk(request, i) for i in range(len(request.sample_ids))])
+        response = decode_pb2.DecodeResponse(chunks=[self._chunk(request, i) for i in range(len(request.sample_ids))])
+        if not request.HasField("kv"):
+            response.prompt_routes.CopyFrom(self._routes(f"d/{request.request_id}"))
+            response.chunks[0].cached_token_count = 2
+        yield response
 
     async def Abort(self, request: Any, context: Any) -> Any:
         await asyncio.sleep(self.abort_s)

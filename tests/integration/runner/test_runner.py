@@ -75,6 +75,18 @@ async def test_kv_that_did_not_arrive_is_the_prefill_workers_fault(world: Any) -
     assert (await world.report(group_id)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
 
 
+async def test_a_placement_without_a_prefill_worker_leaves_the_prompt_to_decode(world: Any) -> None:
+    world.router.pools["prefill"].clear()
+    world.workers["decode-1"].failure = WorkerStale("of another epoch")
+    report = await world.report(await world.give())
+    record = report.rollouts[0]
+    assert [ref.key for ref in record.routes] == ["d/g1.1~1", "d/g1.1.0~1"]
+    assert (record.cached_token_count, record.prefix_query_token_count) == (2, len(PROMPT) - 1)
+    assert [list(request.avoid_replicas) for request in world.router.asked] == [[], ["decode-1"]]
+    assert not any(worker.prefills for worker in world.workers.values())
+    assert [event for event in world.events if event[1].startswith("prefill")] == []
+
+
 async def test_a_broken_decode_stream_is_sampled_again_under_new_ids(world: Any) -> None:
     world.workers["decode-1"].breaks_after_first_chunk = True
     report = await world.report(await world.give())

@@ -110,6 +110,39 @@ async def test_routes_are_fetched_by_reference_in_one_stream(cluster):
     assert (await fetch(refs))[0].parts[0].missing
 
 
+async def test_a_prompt_that_decode_computes_has_its_routes_there_and_is_told_of_once(cluster):
+    prefiller, decoder = cluster.members
+    prefilled = await prefiller.prefill.Prefill(cluster.prefill_request(prefiller))
+
+    async def ask(request_id: str, kv: prefill_pb2.KvHandle | None, **fields):
+        request = cluster.decode_request(decoder, kv, request_id, samples=2, flush={"max_ms": 1}, **fields)
+        messages = [message async for message in decoder.decode.Decode(request)]
+        told = [message.prompt_routes for message in messages if message.HasField("prompt_routes")]
+        tokens = [token for m in messages for c in m.chunks if c.sample_index == 0 for token in c.token_ids]
+        cached = max(chunk.cached_token_count for message in messages for chunk in message.chunks)
+        return tokens, told, cached
+
+    greedy = {"sampling": {"temperature": 0.0, "max_new_tokens": 40}}
+    tokens, (routes,), cached = await ask("g1.0", None, **greedy)
+    assert tokens == cluster.greedy(V1, PROMPT, 40)
+    assert (routes.key, routes.holder, cached) == ("d/g1.0", decoder.worker.identity.address, 0)
+    assert [(part.start, part.end) for part in routes.ranges] == [(0, len(PROMPT) - 1)]
+    header, data = await rows_of(decoder, routes)
+    assert (header.parts[0].missing, len(data)) == (False, routes.size_bytes)
+    assert data == (await rows_of(prefiller, prefilled.routes))[1]
+    assert (await ask("g2.0", None, **greedy))[2] == 8  # its own prefix, found again
+    assert (await ask("g3.0", prefilled.kv, **greedy))[1] == []
+    assert (await ask("g4.0", None, prompt=[7]))[1] == []  # one token: nothing before the last
+    assert (await ask("g5.0", None, capture_routes=False, **greedy))[1] == []
+    await decoder.freed()
+
+
+async def rows_of(member, ref: types_pb2.RowsRef) -> tuple[rows_pb2.RowsHeader, bytes]:
+    call = member.rows.FetchRows(rows_pb2.FetchRowsRequest(refs=[ref]))
+    messages = [message async for message in call]
+    return messages[0].header, b"".join(message.data for message in messages[1:])
+
+
 async def test_a_request_for_another_epoch_or_a_newer_version_is_sent_back(cluster, refusal):
     prefiller, decoder = cluster.members
     for fields in ({"worker_epoch": "earlier"}, {"min_policy_version": V2.to_proto()}):

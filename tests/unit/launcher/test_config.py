@@ -76,6 +76,18 @@ def test_every_service_gets_a_process_and_pools_get_several(config):
     assert [replica for replica in replicas if service_of(replica) == "decode"] == ["decode-1", "decode-2", "decode-3"]
 
 
+def test_a_run_may_do_without_a_prefill_pool(toml, run):
+    config = load_config(
+        RUN_CONFIG, [toml], ["prefill.replicas=0", "decode.replicas=1", "prefill.engine.block-size-tokens=3"]
+    )
+    check(config)
+    endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
+    assert not [replica for replica in endpoints if service_of(replica) == "prefill"]
+    configs = resolve(config, run, endpoints, redis_url="redis://localhost")
+    assert configs["router"].model_dump()["prefill_workers"] == []
+    assert {worker["role"] for worker in configs["orchestrator"].model_dump()["workers"]} == {"decode"}
+
+
 def test_each_process_is_told_who_it_is_and_where_its_files_are(configs, run):
     for replica, config in configs.items():
         assert config.replica == replica

@@ -57,6 +57,32 @@ def test_a_cached_prefix_wins_until_its_worker_is_much_busier() -> None:
     assert choose([warm, cold], block_hashes=(7, 8, 9)) == "cold"
 
 
+def place(
+    prefill_pool: list[Worker], decode_pool: list[Worker], threshold: int, hashes: tuple[int, ...], tokens: int
+) -> tuple[str | None, str]:
+    policy = PlacementPolicy(3.0, 0.9, 16, remote_prefill_min_uncached_tokens=threshold)
+    prefill, decode = policy.place(prefill_pool, decode_pool, Demand(hashes, 8, PolicyVersion(1, 3), (), tokens), NOW_S)
+    return prefill.replica if prefill else None, decode.replica
+
+
+def test_a_prompt_goes_through_the_prefill_pool_where_its_decode_worker_lacks_as_many_tokens() -> None:
+    cold, warm, prefill = worker("cold"), worker("warm", running=10), worker("prefill")
+    for each in (cold, warm):
+        each.limits.block_size_tokens = 4
+    warm.heard(report(running=10, stored=(7, 8)), NOW_S)
+    assert place([prefill], [cold, warm], 4, (7, 8, 9), 12) == (None, "warm")  # 11 less 8: it lacks 3
+    assert place([prefill], [cold, warm], 4, (7, 8, 9), 13) == ("prefill", "warm")
+    assert place([prefill], [cold, warm], 4, (), 4) == (None, "cold")  # short: a cold worker lacks 3 as well
+    assert place([prefill], [cold, warm], 4, (1, 2, 3), 12) == ("prefill", "cold")  # as many tokens, none of them here
+    assert place([prefill], [cold, warm], 0, (7, 8), 9) == ("prefill", "warm")
+
+
+def test_without_a_prefill_pool_decode_workers_compute_all_prompts() -> None:
+    assert place([], [worker("decode")], 0, (1, 2, 3), 10_000) == (None, "decode")
+    with pytest.raises(NoWorker):  # a pool whose workers are away is not the same
+        place([worker("away", state=worker_pb2.WORKER_STATE_STALE)], [worker("decode")], 0, (), 100)
+
+
 def test_a_saturated_worker_loses_its_affinity() -> None:
     warm, cold = worker("warm"), worker("cold", running=50)
     warm.heard(report(running=56, stored=(7,)), NOW_S)
@@ -129,3 +155,7 @@ def test_placements_count_until_released_or_expired() -> None:
     assert not leases.release("1")
     assert leases.expire(NOW_S + 10) == ["0"]
     assert (decode.busy_samples, decode.placement_count, len(leases)) == (0, 0, 0)
+    leases.add(Placement("alone", "g", None, decode, "", "a", 8, NOW_S + 10))
+    assert (decode.busy_samples, decode.placement_count, prefill.placement_count) == (8, 1, 0)
+    assert leases.release("alone")
+    assert (decode.busy_samples, decode.placement_count, prefill.placement_count) == (0, 0, 0)

@@ -1,6 +1,7 @@
 """RowsService for expert routes: references to what the engine recorded, and the bytes by reference.
 
-Keys on the wire are the pool's prefix and the engine's key: "p/<request_id>" at prefill, "d/<sample_id>" at decode.
+Keys on the wire are the pool's prefix and the engine's key: "p/<request_id>" at prefill, "d/<sample_id>" at decode, and
+"d/<request_id>" there for a prompt that decode computed.
 """
 
 from __future__ import annotations
