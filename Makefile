@@ -3,7 +3,7 @@
 # make test            everything: make check, then every other folder of tests/, the load checks, and a shortened
 #                      demo that must learn
 # make test-engines    the conformance suite of the engines, tests/engine; a part of make test
-# make install-vllm    add vLLM for the CPU, for engine.type = "vllm"
+# make install-vllm    add vLLM for the CPU, for engine.type = "vllm"; a part of make test
 # make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
 # make clean           remove what was installed and generated; runs/ stays
 #
@@ -100,7 +100,7 @@ demo-short: $(VENV)/.demo
 	  runs/test/demo-short/report.json
 
 # Each stage says what it does; the outcome is the last line.
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(VENV)/.vllm
 	@started=$$SECONDS; \
 	fail() { echo "make test: FAILED at $$1, after $$((SECONDS - started)) s"; exit 1; }; \
 	$(MAKE) check || fail "make check"; \
@@ -112,7 +112,7 @@ test: $(VENV)/.dev
 	$(MAKE) demo-short || fail "the shortened demo"; \
 	echo "make test: ok, checks and tests pass, the shortened demo learned, in $$((SECONDS - started)) s"
 
-test-engines: $(VENV)/.dev
+test-engines: $(VENV)/.dev $(VENV)/.vllm
 	@echo "== Tests: tests/engine"
 	@$(BIN)/python -m pytest tests/engine
 

@@ -20,7 +20,8 @@ START_TIMEOUT_S = 10.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--engine", action="append", help="engine that tests/engine runs on: embedded (default) or vllm")
+    help_text = "engine that tests/engine runs on: embedded or vllm; without it all of them"
+    parser.addoption("--engine", action="append", help=help_text)
 
 
 class Valkey:

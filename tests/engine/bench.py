@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from slipstream.common.errors import Unsupported
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import DecodeRequest, Engine, KvPayload, PrefillRequest, SampleChunk, Sampling
+from slipstream.engine.base import (
+    DecodeRequest,
+    Engine,
+    KvPayload,
+    PrefillRequest,
+    PrefillResult,
+    SampleChunk,
+    Sampling,
+)
 from tests.engine.engines import FIRST, EngineUnderTest, Limits
 from tests.engine.oracle import SIZES, Oracle, tensors
 
@@ -102,6 +112,15 @@ class Bench:
     def prefill_request(self, prompt: Sequence[int], salt: str | None = None) -> PrefillRequest:
         salt = unique("salt") if salt is None else salt
         return PrefillRequest(unique("prefill"), list(prompt), salt, self.engine.capabilities.captures_routes)
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult | None:
+        """Compute a prompt for a decode engine; None where the engine serves in no prefill pool, and said so."""
+        if self.engine.capabilities.prefills:
+            return await self.engine.prefill(request)
+        with pytest.raises(Unsupported) as refused:
+            await self.engine.prefill(request)
+        assert refused.value.metadata["capability"] == "prefills"
+        return None
 
     async def run(self, request: DecodeRequest, flush_s: float = 1.0) -> list[Finished]:
         """Decode to the end."""

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from slipstream.models.checkpoint import save_model
 from tests.engine.bench import Bench, Factory
-from tests.engine.engines import ENGINES, EngineUnderTest
+from tests.engine.engines import ENGINES, EngineUnderTest, Limits
 from tests.engine.oracle import weights
 
 _figures: dict[tuple[str, str], float] = {}
@@ -27,8 +27,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run bodies on the engines of `--engine`."""
     if "kind" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("--engine") or ["embedded"]
-        kinds = [kind for kind in ENGINES if kind.name in chosen]
+        chosen = metafunc.config.getoption("--engine")
+        kinds = [kind for kind in ENGINES if not chosen or kind.name in chosen]
         metafunc.parametrize("kind", kinds, ids=[kind.name for kind in kinds], indirect=True, scope="session")
 
 
@@ -59,7 +59,23 @@ async def bench(_bench: Bench) -> AsyncIterator[Bench]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def _prefiller(build: Factory) -> AsyncIterator[Bench]:
+async def _small(build: Factory) -> AsyncIterator[Bench]:
+    async with build(Limits(blocks=96, running_samples=4, waiting_requests=8)) as bench:
+        yield bench
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small(_small: Bench) -> AsyncIterator[Bench]:
+    """A shared engine that is full soon. It never leaves the weights of seed 1."""
+    yield _small
+    await _small.idle()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def _prefiller(_bench: Bench, build: Factory) -> AsyncIterator[Bench]:
+    if not _bench.engine.capabilities.prefills:  # there is no prefill pool: bodies see that it refuses
+        yield _bench
+        return
     async with build() as bench:
         yield bench
 

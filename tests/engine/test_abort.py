@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import pytest
+import pytest_asyncio
 
 from slipstream.common.errors import KvUnknown, RequestAborted
 from slipstream.engine.base import FRAMES, KvPayload
@@ -15,16 +17,17 @@ from tests.engine.engines import Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ABORTS_A_PHASE = 50
-STEADY = 3
+ABORTS_A_PHASE = 200
+ROWS = 5
+SAMPLES = 2
 
 
 class Steady:
     """Requests that decode all the time beside the aborted ones, each equal to the undisturbed run."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, count: int) -> None:
         self.bench = bench
-        self.prompts = [prompt_of(20 + index, seed=90 + index) for index in range(STEADY)]
+        self.prompts = [prompt_of(20 + index, seed=90 + index) for index in range(count)]
         self.expected: list[list[int]] = []
         self.rounds = 0
 
@@ -40,7 +43,7 @@ class Steady:
 
 async def abort_queued(bench: Bench, number: int, _: KvPayload | None) -> bool:
     """All rows are taken, so the request waits; False if a row came free meanwhile."""
-    request = bench.request(prompt_of(9, seed=number), samples=2)
+    request = bench.request(prompt_of(9, seed=number), SAMPLES)
     waiting = asyncio.create_task(bench.run(request))
     await until(lambda: bench.engine.load().waiting_requests >= 1, "a request that waits")
     ended = 0
@@ -49,9 +52,20 @@ async def abort_queued(bench: Bench, number: int, _: KvPayload | None) -> bool:
     samples = await waiting
     if not ended:  # it ran through before
         return False
-    assert ended == 2
+    assert ended == SAMPLES
     assert {sample.finish_reason for sample in samples} == {"aborted"}
     return not any(sample.token_ids for sample in samples)
+
+
+async def abort_computing(bench: Bench, number: int, _: KvPayload | None) -> bool:
+    """A decode request whose prompt is computed in this engine; False if its first token was there already."""
+    request = bench.request(prompt_of(200, seed=number), SAMPLES, max_new_tokens=40)
+    running = asyncio.create_task(bench.run(request))
+    await asyncio.sleep(random.Random(number).uniform(0, 0.02))
+    ended = await bench.engine.abort(request.request_id)
+    samples = await running
+    assert ended == sum(sample.finish_reason == "aborted" for sample in samples)
+    return ended == SAMPLES and not any(sample.token_ids for sample in samples)
 
 
 async def abort_prefilling(bench: Bench, number: int, _: KvPayload | None) -> bool:
@@ -75,7 +89,7 @@ async def abort_transferring(bench: Bench, number: int, kv: KvPayload | None) ->
     if FRAMES in bench.engine.capabilities.kv_transports:
         with pytest.raises(KvUnknown):
             bench.engine.export_kv(job.request_id)
-    request = bench.request(prompt_of(40), samples=2, kv=kv, max_new_tokens=100)
+    request = bench.request(prompt_of(40), SAMPLES, kv=kv, max_new_tokens=100)
     importing = asyncio.create_task(bench.run(request))
     await asyncio.sleep(0)
     await bench.engine.abort(request.request_id)
@@ -85,7 +99,7 @@ async def abort_transferring(bench: Bench, number: int, kv: KvPayload | None) ->
 
 async def abort_decoding(bench: Bench, number: int, _: KvPayload | None) -> bool:
     """What was sampled so far is kept, with its routes. Every fifth caller just leaves."""
-    request = bench.request(prompt_of(9, seed=number), samples=2, max_new_tokens=200)
+    request = bench.request(prompt_of(9, seed=number), SAMPLES, max_new_tokens=200)
     stream = bench.engine.decode_batches(request, flush_s=0.0)
     tokens = {0: 0, 1: 0}
     ended = set()
@@ -94,7 +108,7 @@ async def abort_decoding(bench: Bench, number: int, _: KvPayload | None) -> bool
     if number % 5 == 0:
         await stream.aclose()
         return True
-    assert await bench.engine.abort(request.request_id) == 2
+    assert await bench.engine.abort(request.request_id) == SAMPLES
     async for chunks in stream:
         for chunk in chunks:
             tokens[chunk.sample_index] += len(chunk.token_ids)
@@ -108,35 +122,45 @@ async def abort_decoding(bench: Bench, number: int, _: KvPayload | None) -> bool
     return True
 
 
-PHASES = [abort_queued, abort_prefilling, abort_transferring, abort_decoding]
+PHASES = [abort_queued, abort_computing, abort_prefilling, abort_transferring, abort_decoding]
+OF_A_PREFILL_POOL = (abort_prefilling, abort_transferring)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def narrow(build: Factory) -> AsyncIterator[Bench]:
+    """An engine of few rows."""
+    async with build(Limits(running_samples=ROWS)) as bench:
+        yield bench
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
-async def test_aborts_free_all_blocks_and_leave_others_untouched(build: Factory, prefiller: Bench, phase):
-    rows = STEADY if phase is abort_queued else STEADY + 8
-    async with build(Limits(running_samples=rows)) as bench:
-        kv = None
-        if FRAMES in bench.engine.capabilities.kv_transports:
-            held = await prefiller.engine.prefill(prefiller.prefill_request(prompt_of(40)))
-            kv = prefiller.engine.export_kv(held.transfer_id)
-            prefiller.engine.release_kv(held.transfer_id)
-        steady, done = Steady(bench), asyncio.Event()
-        await steady.start()
-        others = asyncio.create_task(steady.run(done))
-        await until(lambda: bench.engine.load().running_samples == STEADY, "the steady requests")
-        try:
-            number = aborted = 0
-            while aborted < ABORTS_A_PHASE:
-                async with asyncio.timeout(20):
-                    aborted += await phase(bench, number, kv)
-                number += 1
-                assert number < 4 * ABORTS_A_PHASE, "the phase is hardly ever met"
-                assert not others.done(), others.exception()
-        finally:
-            done.set()
-            await others
-        await bench.idle()
-        assert await bench.greedy(steady.prompts[0], 60) == steady.expected[0]
+async def test_aborts_free_all_blocks_and_leave_others_untouched(narrow: Bench, prefiller: Bench, phase):
+    if phase in OF_A_PREFILL_POOL and not narrow.engine.capabilities.prefills:
+        assert await narrow.prefill(narrow.prefill_request(prompt_of(40))) is None
+        return
+    kv = None
+    if FRAMES in narrow.engine.capabilities.kv_transports:
+        held = await prefiller.engine.prefill(prefiller.prefill_request(prompt_of(40)))
+        kv = prefiller.engine.export_kv(held.transfer_id)
+        prefiller.engine.release_kv(held.transfer_id)
+    steady = Steady(narrow, ROWS if phase is abort_queued else ROWS - SAMPLES)
+    done = asyncio.Event()
+    await steady.start()
+    others = asyncio.create_task(steady.run(done))
+    await until(lambda: narrow.engine.load().running_samples == len(steady.prompts), "the steady requests")
+    try:
+        number = aborted = 0
+        while aborted < ABORTS_A_PHASE:
+            async with asyncio.timeout(20):
+                aborted += await phase(narrow, number, kv)
+            number += 1
+            assert number < 4 * ABORTS_A_PHASE, "the phase is hardly ever met"
+            assert not others.done(), others.exception()
+    finally:
+        done.set()
+        await others
+    await narrow.idle()
+    assert await narrow.greedy(steady.prompts[0], 60) == steady.expected[0]
 
 
 async def test_an_abort_is_answered_once_the_blocks_are_free(bench: Bench):

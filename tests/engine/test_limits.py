@@ -17,8 +17,7 @@ from slipstream.common.errors import (
     Unsupported,
 )
 from slipstream.engine.base import FRAMES, DecodeRequest, KvHeader, KvPayload, KvReference
-from tests.engine.bench import Bench, Factory, prompt_of, until
-from tests.engine.engines import Limits
+from tests.engine.bench import Bench, prompt_of, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -74,19 +73,19 @@ async def test_nonsense_is_refused(bench: Bench):
             await bench.run(request)
 
 
-async def test_a_full_queue_refuses_the_next_request_and_recovers(build: Factory):
-    async with build(Limits(running_samples=1, waiting_requests=2)) as bench:
-        running = asyncio.create_task(bench.ask(prompt_of(5), max_new_tokens=100))
-        await until(lambda: bench.engine.load().running_samples, "a running sample")
-        waiting = [asyncio.create_task(bench.ask(prompt_of(5), max_new_tokens=100)) for _ in range(2)]
-        await until(lambda: bench.engine.load().waiting_requests == 2, "two requests that wait")
-        with pytest.raises(EngineFull) as refused:
-            await bench.ask(prompt_of(5))
-        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert refused.value.metadata == {"name": "max_waiting_requests", "limit": "2"}
-        await asyncio.gather(running, *waiting)
-        await bench.ask(prompt_of(5))
-        await bench.idle()
+async def test_a_full_queue_refuses_the_next_request_and_recovers(small: Bench):
+    limits = small.engine.limits
+    running = asyncio.create_task(small.ask(prompt_of(5), limits.max_running_samples, max_new_tokens=100))
+    await until(lambda: small.engine.load().running_samples == limits.max_running_samples, "all rows taken")
+    count = limits.max_waiting_requests
+    waiting = [asyncio.create_task(small.ask(prompt_of(5), max_new_tokens=3)) for _ in range(count)]
+    await until(lambda: small.engine.load().waiting_requests == count, "requests that wait")
+    with pytest.raises(EngineFull) as refused:
+        await small.ask(prompt_of(5))
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.metadata == {"name": "max_waiting_requests", "limit": str(count)}
+    await asyncio.gather(running, *waiting)
+    await small.ask(prompt_of(5))
 
 
 async def test_the_id_of_a_running_request_cannot_be_taken(bench: Bench):

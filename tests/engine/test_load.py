@@ -9,49 +9,49 @@ import pytest
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import EngineLoad
 from slipstream.engine.hashing import block_hashes
-from tests.engine.bench import Bench, Factory, prompt_of, unique, until
-from tests.engine.engines import Limits
+from tests.engine.bench import Bench, prompt_of, unique, until
 from tests.engine.oracle import tensors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_counters_are_the_tests_own_count(build: Factory):
-    async with build() as bench:
-        prompts = [prompt_of(5 + 7 * index, seed=index) for index in range(6)]
-        answers = await asyncio.gather(*(bench.ask(p, 3, max_new_tokens=9) for p in prompts))
-        sampled = sum(len(sample.token_ids) for samples in answers for sample in samples)
-        computed = sum(len(prompt) - 1 for prompt in prompts)
-        load = bench.engine.load()
-        assert (load.decoded_tokens, load.prefilled_tokens, load.prefix_query_tokens) == (sampled, computed, computed)
-        assert load.prefix_hit_tokens == 0
-        assert 9 <= load.decode_steps <= sampled
-        await bench.idle()
-        assert bench.engine.load().blocks_total == bench.engine.limits.block_count
+async def test_counters_are_the_tests_own_count(bench: Bench):
+    prompts = [prompt_of(5 + 7 * index, seed=index) for index in range(6)]
+    before = bench.engine.load()
+    answers = await asyncio.gather(*(bench.ask(p, 3, max_new_tokens=9) for p in prompts))
+    sampled = sum(len(sample.token_ids) for samples in answers for sample in samples)
+    computed = sum(len(prompt) - 1 for prompt in prompts)
+    load = bench.engine.load()
+    assert load.decoded_tokens - before.decoded_tokens == sampled
+    assert load.prefilled_tokens - before.prefilled_tokens == computed
+    assert load.prefix_query_tokens - before.prefix_query_tokens == computed
+    assert load.prefix_hit_tokens == before.prefix_hit_tokens
+    assert 9 <= load.decode_steps - before.decode_steps <= sampled
+    assert load.blocks_total == bench.engine.limits.block_count
 
 
-async def test_gauges_follow_what_runs_waits_and_is_held(build: Factory):
-    async with build(Limits(running_samples=4)) as bench:
-        engine, streams = bench.engine, []
-        for index in range(2):
-            streams.append(asyncio.create_task(bench.ask(prompt_of(9, seed=index), 2, max_new_tokens=200)))
-        await until(lambda: engine.load().running_samples == 4, "four running samples")
-        held = -(-(9 + 200) // bench.block) * 4
-        assert 0 < engine.load().blocks_used <= held
-        queued = [bench.request(prompt_of(9, seed=9), max_new_tokens=3) for _ in range(3)]
-        waiting = [asyncio.create_task(bench.run(request)) for request in queued]
-        await until(lambda: engine.load().waiting_requests == 3, "three requests that wait")
-        assert engine.load().running_samples == 4
-        assert await engine.abort(queued[1].request_id) == 1
-        assert engine.load().waiting_requests == 2
-        await asyncio.gather(*streams, *waiting)
-        await bench.idle()
-        job = bench.prefill_request(prompt_of(20))
-        await engine.prefill(job)
-        assert engine.load().kv_transfers == 1
-        assert engine.load().blocks_used == -(-19 // bench.block)
-        assert engine.release_kv(job.request_id)
-        await bench.idle()
+async def test_gauges_follow_what_runs_waits_and_is_held(small: Bench):
+    engine, streams = small.engine, []
+    for index in range(2):
+        streams.append(asyncio.create_task(small.ask(prompt_of(9, seed=index), 2, max_new_tokens=120)))
+    await until(lambda: engine.load().running_samples == 4, "four running samples")
+    held = -(-(9 + 120) // small.block) * 4
+    assert 0 < engine.load().blocks_used <= held
+    queued = [small.request(prompt_of(9, seed=9), max_new_tokens=3) for _ in range(3)]
+    waiting = [asyncio.create_task(small.run(request)) for request in queued]
+    await until(lambda: engine.load().waiting_requests == 3, "three requests that wait")
+    assert engine.load().running_samples == 4
+    assert await engine.abort(queued[1].request_id) == 1
+    assert engine.load().waiting_requests == 2
+    await asyncio.gather(*streams, *waiting)
+    await small.idle()
+
+
+async def test_a_prefill_that_is_held_counts_as_a_transfer_and_as_blocks(prefiller: Bench):
+    if await prefiller.prefill(job := prefiller.prefill_request(prompt_of(20))):
+        assert prefiller.engine.load().kv_transfers == 1
+        assert prefiller.engine.load().blocks_used == -(-19 // prefiller.block)
+        assert prefiller.engine.release_kv(job.request_id)
 
 
 async def test_counters_at_an_update_are_what_was_sampled_before_it(bench: Bench):
@@ -90,34 +90,36 @@ async def test_route_bytes_come_and_go_with_the_rows(bench: Bench):
     assert bench.engine.load().route_bytes == before
 
 
-async def test_cache_events_name_the_blocks_that_can_be_hit(build: Factory):
-    async with build(Limits(blocks=64, running_samples=4)) as bench:
-        prompt, salt = prompt_of(2 * bench.block + 3), unique("salt")
-        expected = block_hashes(salt, prompt[:-1], bench.block)
-        await bench.ask(prompt, salt=salt)
-        known: set[int] = set()
+async def test_cache_events_name_the_blocks_that_can_be_hit(small: Bench):
+    prompt, salt = prompt_of(2 * small.block + 3), unique("salt")
+    expected = block_hashes(salt, prompt[:-1], small.block)
+    known: set[int] = set()
 
-        def absorb() -> None:
-            for event in bench.engine.drain_kv_events():
-                if event.kind == "cleared":
-                    known.clear()
-                elif event.kind == "stored":
-                    known.update(event.block_hashes)
-                else:
-                    known.difference_update(event.block_hashes)
+    def absorb() -> None:
+        for event in small.engine.drain_kv_events():
+            if event.kind == "cleared":
+                known.clear()
+            elif event.kind == "stored":
+                known.update(event.block_hashes)
+            else:
+                known.difference_update(event.block_hashes)
 
+    absorb()
+    await small.ask(prompt, salt=salt, max_new_tokens=3)
+    earlier = set(known)
+    absorb()
+    if not small.engine.capabilities.kv_events:
+        assert not known
+        return
+    assert known - earlier == set(expected)
+    limits = small.engine.limits
+    for index in range(limits.block_count * small.block // 192 + 4):  # more than the pool holds: the oldest blocks go
+        await small.ask(prompt_of(200, seed=index), max_new_tokens=2)
         absorb()
-        if not bench.engine.capabilities.kv_events:
-            assert not known
-            return
-        assert known == set(expected)
-        for index in range(8):  # more than the pool holds: the oldest blocks go
-            await bench.ask(prompt_of(200, seed=index), max_new_tokens=2)
-            absorb()
-        assert not known & set(expected)
-        (sample,) = await bench.ask(prompt, salt=salt, max_new_tokens=2)
-        assert sample.cached_token_count == 0
-        assert len(known) <= bench.engine.limits.block_count
+    assert not known & set(expected)
+    (sample,) = await small.ask(prompt, salt=salt, max_new_tokens=2)
+    assert sample.cached_token_count == 0
+    assert len(known) <= limits.block_count
 
 
 async def test_work_is_logged_as_intervals(bench: Bench):
