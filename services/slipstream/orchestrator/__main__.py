@@ -7,6 +7,7 @@
 | published | versions from the broadcaster | a sealed version | the trainer, through the broadcaster |
 | workers | what each worker serves | a timer | itself |
 | update | workers that are behind | a new version, a worker's change | `published`, `workers` |
+| salts | versions without groups | the end of a group, a timer | runners' reports |
 | mirror | versions, leases, dispatch versions, into Redis | a change, at most a second | everything that changes them |
 | disk | free bytes, records that wait for room | a timer | itself |
 | release | keys of rows nobody needs | a timer | itself |
@@ -97,6 +98,7 @@ class Orchestrator:
             until_cancelled=self.leases.until_acknowledged,
             metrics=self.metrics,
             running_versions=self.sequencer.running_versions,
+            groups_changed=self.sequencer.admission_changed,
         )
         self.state.workers = self.keeper.worker_versions
         self.supervisor = Supervisor(
@@ -148,6 +150,7 @@ class Orchestrator:
             "published": self.keeper.watch_published,
             "workers": self.keeper.poll_workers,
             "update": self.keeper.update,
+            "salts": self.keeper.end_salts,
             "mirror": self.mirror.run,
             "disk": self.disk.run,
             "release": self.releaser.run,

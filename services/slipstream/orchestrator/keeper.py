@@ -1,8 +1,9 @@
 """The version keeper: brings every published version to every worker, and says which version is served.
 
 Loops: `watch_published` follows the broadcaster, `poll_workers` looks at the workers, `update` closes the gap between
-the two. The decode pool is updated before the prefill pool, so that KV is never newer than what samples on it.
-`serving` is the lowest version among the routable workers of both pools, and only moves forward.
+the two, `end_salts` tells workers which versions lost their last group. The decode pool is updated before the prefill
+pool, so that KV is never newer than what samples on it. `serving` is the lowest version among the routable workers of
+all pools, and only moves forward.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Worker:
     """Its own sentence on why it is stale."""
     failures: int = 0
     retry_at: float = float("-inf")
+    live: tuple[str, set[PolicyVersion]] = ("", set())
+    """The epoch that was told, and the versions whose salts it keeps: those groups run at or are dispatched at."""
 
     def see(self, epoch: str, state: worker_pb2.WorkerState, version: PolicyVersion, now: float) -> bool:
         """Take in what the worker says; True when something changed."""
@@ -76,6 +79,8 @@ class VersionKeeper:
     clock: Callable[[], float] = time.monotonic
     published: PolicyVersion = UNSET
     serving: PolicyVersion = UNSET
+    groups_changed: Signal = field(default_factory=Signal)
+    """Notified when groups ended."""
     applied: int = 0
     changed: Signal = field(default_factory=Signal)
     _update_ids: count[int] = field(default_factory=count)
@@ -109,6 +114,12 @@ class VersionKeeper:
                 await self.roll(behind, self.published)
             else:
                 await self.changed.wait(self.config.poll_interval_s)
+
+    async def end_salts(self) -> None:
+        """Tell each worker of the end of a version's last group, for ever."""
+        while True:
+            await self.tell_salts()
+            await self.groups_changed.wait(self.config.poll_interval_s)
 
     # ---- looking
 
@@ -150,6 +161,27 @@ class VersionKeeper:
             )
             for worker in self.workers
         ]
+
+    async def tell_salts(self) -> None:
+        """Tell the workers that do not know it yet which versions groups run at or are dispatched at."""
+        live = self.running_versions() | {self.serving}
+        if self.serving:
+            untold = [worker for worker in self.workers if worker.live != (worker.epoch, live)]
+            await asyncio.gather(*(self._end_salts(worker, live) for worker in untold if self._serves(worker)))
+
+    async def _end_salts(self, worker: Worker, live: set[PolicyVersion]) -> None:
+        request = worker_pb2.EndSaltsRequest(
+            worker_epoch=worker.epoch,
+            running_versions=[version.to_proto() for version in sorted(live)],
+            dispatch_version=self.serving.to_proto(),
+        )
+        told = (worker.epoch, live)
+        try:
+            await self._answered(worker, worker.stub.EndSalts(request, timeout=self.config.away_after_s))
+        except SlipstreamError as error:  # told again at the next turn; until then its cache holds what nobody hits
+            log.debug("salts_not_told", worker=worker.replica, reason=error.reason)
+            return
+        worker.live = told
 
     # ---- updating
 
@@ -194,11 +226,7 @@ class VersionKeeper:
             apply = worker_pb2.ApplyUpdateRequest(update_id=update_id)
             timeout_s = self.config.apply_timeout_s
             applied = await self._answered(worker, worker.stub.ApplyUpdate(apply, timeout=timeout_s))
-            # Groups are dispatched at `serving`, which may have moved or be about to.
-            live = self.running_versions() | {self.serving, self.published, version}
-            finish = worker_pb2.FinishUpdateRequest(
-                update_id=update_id, live_versions=[each.to_proto() for each in sorted(live) if each]
-            )
+            finish = worker_pb2.FinishUpdateRequest(update_id=update_id)
             finished = await self._answered(worker, worker.stub.FinishUpdate(finish, timeout=timeout_s))
         except SlipstreamError as error:
             await self._failed(worker, "apply", version, error)

@@ -43,6 +43,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.state: worker_pb2.WorkerState = worker_pb2.WORKER_STATE_STARTING
         self.pending: dict[str, PolicyVersion] = {}
         self.corrupt_applies = 0
+        self.live: set[str] = set()
         self.address = ""
 
     async def GetWorker(self, request: Any, context: Any) -> worker_pb2.GetWorkerResponse:
@@ -69,6 +70,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def FinishUpdate(self, request: worker_pb2.FinishUpdateRequest, context: Any) -> Any:
         return worker_pb2.FinishUpdateResponse(version=self.version.to_proto(), state=self.state)
+
+    async def EndSalts(self, request: worker_pb2.EndSaltsRequest, context: Any) -> Any:
+        self.live = {str(PolicyVersion.from_proto(version)) for version in request.running_versions}
+        return worker_pb2.EndSaltsResponse()
 
     async def AbortUpdate(self, request: worker_pb2.AbortUpdateRequest, context: Any) -> Any:
         self.calls.append(("abort", self.replica, ""))

@@ -106,6 +106,21 @@ async def test_the_decode_pool_is_updated_before_the_prefill_pool(make_world: Ma
         assert applied == ["decode-1", "decode-2", "prefill-1"]
 
 
+async def test_workers_hear_of_the_end_of_a_versions_last_group_without_an_update(make_world: Make) -> None:
+    async with make_world(max_off_policy_steps=2) as world:
+        world.publish(0)
+        await world.until(lambda run: run.serving.incarnation == 1)
+        late, *groups = await world.acquire()
+        await world.report(*(world.finished(group) for group in groups))
+        await world.train((await world.plan(1)).plan)
+        await world.until(lambda run: run.serving.step == 1)
+        await world.until(lambda run: all(worker.live == {"1.0", "1.1"} for worker in world.workers))
+        updates = [call for call in world.calls if call[0] == "apply"]
+        await world.report(world.finished(late))
+        await world.until(lambda run: all(worker.live == {"1.1"} for worker in world.workers), timeout_s=2)
+        assert [call for call in world.calls if call[0] == "apply"] == updates
+
+
 async def test_a_worker_whose_update_fails_is_refitted_and_does_not_hold_serving_back(make_world: Make) -> None:
     async with make_world() as world:
         world.publish(0)

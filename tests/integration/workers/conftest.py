@@ -92,18 +92,24 @@ class Member:
             while self.worker.updates.version != version:  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.005)
 
-    async def update(
-        self, version: PolicyVersion, update_id: str = "u", live: Sequence[PolicyVersion] = ()
-    ) -> worker_pb2.ApplyUpdateResponse:
+    async def update(self, version: PolicyVersion, update_id: str = "u") -> worker_pb2.ApplyUpdateResponse:
         """What the version keeper does."""
         begin = worker_pb2.BeginUpdateRequest(
             update_id=update_id, holder="keeper", version=version.to_proto(), lease_ttl_ms=5000
         )
         await self.control.BeginUpdate(begin)
         applied = await self.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id=update_id))
-        finish = worker_pb2.FinishUpdateRequest(update_id=update_id, live_versions=[each.to_proto() for each in live])
-        await self.control.FinishUpdate(finish)
+        await self.control.FinishUpdate(worker_pb2.FinishUpdateRequest(update_id=update_id))
         return applied
+
+    async def end_salts(self, dispatched_at: PolicyVersion, running: Sequence[PolicyVersion] = ()) -> int:
+        """What the version keeper does when a group ended."""
+        request = worker_pb2.EndSaltsRequest(
+            worker_epoch=self.epoch,
+            running_versions=[version.to_proto() for version in running],
+            dispatch_version=dispatched_at.to_proto(),
+        )
+        return (await self.control.EndSalts(request)).ended_salt_count
 
     async def freed(self) -> None:
         """Wait until no request holds a block."""

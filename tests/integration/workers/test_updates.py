@@ -67,27 +67,36 @@ async def test_weights_are_swapped_between_two_steps_of_running_requests(cluster
     assert ("update", "1.2", 3) in [(i["kind"], i.get("version"), i.get("in_flight_samples")) for i in timeline]
 
 
-async def test_what_no_group_runs_at_any_more_is_freed_when_the_next_update_finishes(cluster):
+async def test_what_no_group_runs_at_any_more_is_freed_when_its_last_group_ends(cluster, refusal):
     prefiller, _ = cluster.members
     engine = prefiller.worker.engine
 
-    async def cached(request_id: str, version: PolicyVersion) -> int:
+    async def prefill(request_id: str, version: PolicyVersion) -> prefill_pb2.PrefillResponse:
         request = cluster.prefill_request(
             prefiller, request_id, salt=f"run/{version}", min_policy_version=version.to_proto()
         )
-        prefilled = await prefiller.prefill.Prefill(request)
+        return await prefiller.prefill.Prefill(request)
+
+    async def cached(request_id: str, version: PolicyVersion) -> int:
+        prefilled = await prefill(request_id, version)
         await prefiller.prefill.Abort(prefill_pb2.PrefillServiceAbortRequest(request_id=request_id))
         return prefilled.cached_token_count
 
     assert [await cached("g1", V1), await cached("g2", V1)] == [0, 8]
-    for version, update_id in ((V2, "u2"), (V3, "u3")):
-        await cluster.publish(version)
-        live = [V1, V2] if version == V2 else [V2, V3]
-        await prefiller.update(version, update_id, live)
-        assert await cached(f"new-{version}", version) == 0
-        assert await cached(f"late-{version}", V1) == (8 if version == V2 else 0)
-        assert engine.load().dead_kv_bytes == 0
+    await cluster.publish(V2)
+    await prefiller.update(V2)
+    assert await cached("new", V2) == 0
+    assert await prefiller.end_salts(V2, running=[V1]) == 0
+    assert await cached("late", V1) == 8
+    held = await prefill("held", V1)  # nobody comes for it
+    assert await prefiller.end_salts(V2) == 1  # between two updates
+    assert await refusal(prefiller.transfers.FetchKv(prefill_pb2.FetchKvRequest(kv=held.kv))) == "KV_UNKNOWN"
+    await prefiller.freed()
+    assert engine.load().dead_kv_bytes == 0
+    assert await cached("too-late", V1) == 0
     assert await cached("g3", V2) == 8
+    earlier = worker_pb2.EndSaltsRequest(worker_epoch="earlier", dispatch_version=V2.to_proto())
+    assert await refusal(prefiller.control.EndSalts(earlier)) == "WORKER_STALE"
 
 
 async def test_a_second_updater_is_told_who_holds_the_update(cluster, refusal):

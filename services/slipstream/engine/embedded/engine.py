@@ -324,6 +324,8 @@ class EmbeddedEngine:
         return self._routes.release(key)
 
     def end_salt(self, salt: str) -> None:
+        for transfer_id in [held for held in self._transfers if self._prefills[held][0].salt == salt]:
+            self.release_kv(transfer_id)  # nobody comes for it any more
         self._post(lambda: self._core.blocks.end_salt(salt))
 
     def load(self) -> EngineLoad:

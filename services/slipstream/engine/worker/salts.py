@@ -1,8 +1,9 @@
 """The salts a worker has seen, and which of them have ended: the end of one frees what is cached under it.
 
 A salt belongs to the version its groups were dispatched at, which every request carries beside it. The version keeper
-says with each update which versions groups still run at; the salts of all others have no more requests to come. A salt
-ended by mistake costs a prefill and nothing else.
+says, as soon as the last group of a version has ended, which versions groups still run at; the salts of all others have
+no more requests to come. One place hands groups out, so that neither routers nor restarts make it wrong. A salt ended
+by mistake costs a prefill and nothing else.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Salts:
         if len(self._version_of) > self._limit:
             self._end(min(self._version_of, key=lambda known: self._version_of[known]))
 
-    def keep(self, live: Collection[PolicyVersion]) -> int:
-        """End the salts of all versions but these; returns how many ended."""
-        ended = [salt for salt, version in self._version_of.items() if version not in live]
+    def keep(self, running: Collection[PolicyVersion], dispatched_at: PolicyVersion) -> int:
+        """End the salts of all versions but these and those from `dispatched_at` on; returns how many ended."""
+        ended = [s for s, version in self._version_of.items() if version not in running and version < dispatched_at]
         for salt in ended:
             self._end(salt)
         return len(ended)

@@ -135,8 +135,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.FinishUpdateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.FinishUpdateResponse:
         self._updates.finish(request.update_id)
-        if request.live_versions:
-            self._gate.salts.keep({PolicyVersion.from_proto(version) for version in request.live_versions})
         return worker_pb2.FinishUpdateResponse(version=self._updates.version.to_proto(), state=self._state())
 
     async def AbortUpdate(
@@ -144,6 +142,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.AbortUpdateResponse:
         self._updates.abort(request.update_id)
         return worker_pb2.AbortUpdateResponse(version=self._updates.version.to_proto())
+
+    async def EndSalts(
+        self, request: worker_pb2.EndSaltsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.EndSaltsResponse:
+        self._gate.check_epoch(request.worker_epoch)
+        running = {PolicyVersion.from_proto(version) for version in request.running_versions}
+        ended = self._gate.salts.keep(running, PolicyVersion.from_proto(request.dispatch_version))
+        return worker_pb2.EndSaltsResponse(ended_salt_count=ended)
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
