@@ -16,7 +16,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.runner import telemetry
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt, ScoredSample, TaskKey
 from slipstream.runner.spool import Rows, Spool
-from slipstream.runner.turns import Sample, Turn, TurnClient
+from slipstream.runner.turns import Sample, Turn, TurnClient, attempt_name
 
 log = structlog.get_logger()
 
@@ -100,11 +100,11 @@ class GroupRunner:
         prompt_count = len(prompt.token_ids)
         records = []
         for index, (sample, score) in enumerate(zip(turn.samples, scores, strict=True)):
-            rollout_id = f"{assignment.group_id}.{assignment.attempt}.{index}"
+            key = f"{attempt_name(assignment)}.{index}"
             token_count = prompt_count + len(sample.token_ids)
             records.append(
                 runner_pb2.RolloutRecord(
-                    rollout_id=rollout_id,
+                    rollout_id=f"{assignment.group_id}.{assignment.attempt}.{index}",
                     sample_index=index,
                     reward=score.reward,
                     correct=score.correct,
@@ -113,8 +113,8 @@ class GroupRunner:
                     finish_reason=sample.finish_reason,
                     loss_ranges=[types_pb2.RowRange(start=prompt_count, end=token_count)],
                     spans=sample.spans,
-                    token_ids=self._hold(f"t/{rollout_id}", "int32", prompt.token_ids + sample.token_ids),
-                    logprobs=self._hold(f"l/{rollout_id}", "float32", [0.0] * prompt_count + sample.logprobs),
+                    token_ids=self._hold(f"t/{key}", "int32", prompt.token_ids + sample.token_ids),
+                    logprobs=self._hold(f"l/{key}", "float32", [0.0] * prompt_count + sample.logprobs),
                     routes=_routes(turn, sample),
                     cached_token_count=turn.cached_token_count if index == 0 else 0,
                     prefix_query_token_count=prompt_count - 1 if index == 0 else 0,

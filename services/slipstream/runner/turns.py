@@ -55,6 +55,15 @@ ABORT_TIMEOUT_S = 5.0
 UNARY_TIMEOUT_S = 30.0
 
 
+def attempt_name(assignment: runner_pb2.GroupAssignment) -> str:
+    """What this attempt is called at router, workers and spool.
+
+    The incarnation is part of it: a position that is run again after a restore of the trainer may have the number of an
+    attempt of the dead one, whose KV handles, routes and rows are kept under that name, and a first write wins.
+    """
+    return f"{assignment.group_id}.{assignment.dispatch_version.incarnation}.{assignment.attempt}"
+
+
 @dataclass
 class Sample:
     """One sampled answer, as it grows."""
@@ -143,7 +152,7 @@ class TurnClient:
         backoff_s = FIRST_BACKOFF_S
         retry = 0
         while True:
-            attempt = TurnAttempt(f"{assignment.group_id}.{assignment.attempt}" + (f"~{retry}" if retry else ""))
+            attempt = TurnAttempt(attempt_name(assignment) + (f"~{retry}" if retry else ""))
             try:
                 async with asyncio.timeout(max(deadline_s - time.monotonic(), 0)):
                     return await self._once(assignment, token_ids, hashes, avoid, attempt)
@@ -215,7 +224,7 @@ class TurnClient:
                 turn.prompt_routes = prefilled.routes
                 attempt.routes.append(prefilled.routes)
         attempt.decoding = True
-        prefix = f"{assignment.group_id}.{assignment.attempt}."
+        prefix = f"{attempt_name(assignment)}."
         suffix = attempt.request_id.partition("~")[2]
         stream = self._peers.decode(placement.decode.address).Decode(
             decode_pb2.DecodeRequest(

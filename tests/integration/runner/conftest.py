@@ -251,9 +251,16 @@ class World:
     async def stop_orchestrator(self) -> None:
         await self._orchestrator_server.stop(None)
 
-    async def give(self, environment: str = "good", task_index: int = 7, samples: int = 2) -> str:
+    async def give(
+        self,
+        environment: str = "good",
+        task_index: int = 7,
+        samples: int = 2,
+        group_id: str = "",
+        version: types_pb2.PolicyVersion = VERSION,
+    ) -> str:
         """Hand a group to the runner; returns its id."""
-        group_id = f"g{next(self._numbers)}"
+        group_id = group_id or f"g{next(self._numbers)}"
         self.orchestrator.waiting.append(
             runner_pb2.GroupAssignment(
                 group_id=group_id,
@@ -264,7 +271,7 @@ class World:
                 task_index=task_index,
                 sample_count=samples,
                 sampling=types_pb2.Sampling(temperature=1.0, max_new_tokens=10),
-                dispatch_version=VERSION,
+                dispatch_version=version,
                 salt="run/1.3/float32",
                 deadline_ms=20_000,
             )

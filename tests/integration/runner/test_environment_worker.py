@@ -36,7 +36,7 @@ async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs
     assert report.detail.startswith(detail)
     assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
     # Nobody will train on the failed group: its routes are not kept.
-    await world.until(lambda: "p/g1.1" in world.workers["prefill-1"].released_rows)
+    await world.until(lambda: "p/g1.1.1" in world.workers["prefill-1"].released_rows)
 
 
 async def test_an_environment_without_a_prompt_fails_its_own_groups_only(start_world: Any) -> None:

@@ -32,7 +32,7 @@ async def test_a_group_runs_to_a_report_whose_rows_can_be_fetched(world: Any, tm
     assert (record.reward, record.correct, record.finish_reason) == (0.5, True, types_pb2.FINISH_REASON_STOP)
     assert (record.prompt_token_count, record.token_count) == (len(PROMPT), len(PROMPT) + 2)
     assert [(span.token_count, span.version.step) for span in record.spans] == [(2, 3)]
-    assert [ref.key for ref in record.routes] == ["p/g1.1", "d/g1.1.0"]
+    assert [ref.key for ref in record.routes] == ["p/g1.1.1", "d/g1.1.1.0"]
 
     header, data = await world.fetch(record.token_ids.key, "t/unknown", record.logprobs.key)
     assert [part.missing for part in header.parts] == [False, True, False]
@@ -41,7 +41,7 @@ async def test_a_group_runs_to_a_report_whose_rows_can_be_fetched(world: Any, tm
     assert data == struct.pack(f"<{len(tokens)}i{len(tokens)}f", *tokens, *[0.0] * len(PROMPT), -0.5, -1.0)
 
     assert world.workers["decode-1"].decodes[0].sampling.stop_token_ids == [CODEC.end_id]
-    await world.until(lambda: world.router.released == ["place/g1.1"])
+    await world.until(lambda: world.router.released == ["place/g1.1.1"])
     line = json.loads((tmp_path / "rollouts" / "runner-1.jsonl").read_text().splitlines()[0])
     assert (line["prompt"], line["completion"], line["versions"]) == ("count to 7\n", "7", [[2, "1.3"]])
 
@@ -63,7 +63,7 @@ async def test_a_turn_refused_by_a_stale_worker_is_placed_again_away_from_it(wor
     report = await world.report(await world.give())
     assert report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
     assert [list(request.avoid_replicas) for request in world.router.asked] == [[], [failed]]
-    await world.until(lambda: world.router.released == ["place/g1.1", "place/g1.1~1"])
+    await world.until(lambda: world.router.released == ["place/g1.1.1", "place/g1.1.1~1"])
 
 
 async def test_kv_that_did_not_arrive_is_the_prefill_workers_fault(world: Any) -> None:
@@ -80,24 +80,39 @@ async def test_a_placement_without_a_prefill_worker_leaves_the_prompt_to_decode(
     world.workers["decode-1"].failure = WorkerStale("of another epoch")
     report = await world.report(await world.give())
     record = report.rollouts[0]
-    assert [ref.key for ref in record.routes] == ["d/g1.1~1", "d/g1.1.0~1"]
+    assert [ref.key for ref in record.routes] == ["d/g1.1.1~1", "d/g1.1.1.0~1"]
     assert (record.cached_token_count, record.prefix_query_token_count) == (2, len(PROMPT) - 1)
     assert [list(request.avoid_replicas) for request in world.router.asked] == [[], ["decode-1"]]
     assert not any(worker.prefills for worker in world.workers.values())
     assert [event for event in world.events if event[1].startswith("prefill")] == []
 
 
+async def test_a_group_run_again_after_a_restore_has_rows_of_its_own(world: Any) -> None:
+    """The same position, attempt and step, of the next incarnation: the dead one's rows are kept under other names."""
+    dead = (await world.report(await world.give(task_index=7, samples=1))).rollouts[0]
+    del world.orchestrator.reports["g1"]
+    version = types_pb2.PolicyVersion(incarnation=2, step=3)
+    again = (await world.report(await world.give(task_index=9, samples=1, group_id="g1", version=version))).rollouts[0]
+    assert again.rollout_id == dead.rollout_id
+    assert not {ref.key for ref in again.routes} & {ref.key for ref in dead.routes}
+    for record, answer in ((dead, "7"), (again, "9")):
+        _, data = await world.fetch(record.token_ids.key)
+        tokens = list(struct.unpack(f"<{record.token_count}i", data))
+        assert CODEC.decode(tokens[record.prompt_token_count : -1]) == answer
+    assert [request.request_id for request in world.router.asked] == ["g1.1.1", "g1.2.1"]
+
+
 async def test_a_broken_decode_stream_is_sampled_again_under_new_ids(world: Any) -> None:
     world.workers["decode-1"].breaks_after_first_chunk = True
     report = await world.report(await world.give())
     assert [record.token_count for record in report.rollouts] == [len(PROMPT) + 2] * 2  # nothing of the first try
-    assert list(world.workers["decode-1"].decodes[0].sample_ids) == ["g1.1.0", "g1.1.1"]
-    assert list(world.workers["decode-2"].decodes[0].sample_ids) == ["g1.1.0~1", "g1.1.1~1"]
+    assert list(world.workers["decode-1"].decodes[0].sample_ids) == ["g1.1.1.0", "g1.1.1.1"]
+    assert list(world.workers["decode-2"].decodes[0].sample_ids) == ["g1.1.1.0~1", "g1.1.1.1~1"]
     assert [record.rollout_id for record in report.rollouts] == ["g1.1.0", "g1.1.1"]
-    assert [ref.key for ref in report.rollouts[0].routes] == ["p/g1.1~1", "d/g1.1.0~1"]
-    assert ("aborted", "decode-1", "g1.1") in world.events
-    assert ("aborted", "prefill-1", "g1.1") in world.events
-    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.0"])
+    assert [ref.key for ref in report.rollouts[0].routes] == ["p/g1.1.1~1", "d/g1.1.1.0~1"]
+    assert ("aborted", "decode-1", "g1.1.1") in world.events
+    assert ("aborted", "prefill-1", "g1.1.1") in world.events
+    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.1.0"])
 
 
 async def test_a_group_that_no_worker_takes_fails_at_its_deadline(world: Any) -> None:
@@ -130,11 +145,11 @@ async def test_a_cancellation_is_acknowledged_after_both_workers_freed_the_block
     await world.orchestrator.tell()
     await world.until(lambda: group_id not in world.orchestrator.cancelled)
     assert world.events == [
-        ("aborted", "decode-1", "g1.1"),
-        ("aborted", "prefill-1", "g1.1"),
+        ("aborted", "decode-1", "g1.1.1"),
+        ("aborted", "prefill-1", "g1.1.1"),
         ("acknowledged", "orchestrator", group_id),
     ]
-    await world.until(lambda: prefill.released_rows == ["p/g1.1"])
+    await world.until(lambda: prefill.released_rows == ["p/g1.1.1"])
     assert group_id not in world.orchestrator.reports
 
 
@@ -149,8 +164,8 @@ async def test_rows_and_routes_of_a_group_nobody_trains_on_are_given_back(world:
     getattr(world.orchestrator, answer).add("g1")
     report = await world.report(await world.give(samples=1))
     # One call a holder, in any order.
-    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.0"])
-    await world.until(lambda: world.workers["prefill-1"].released_rows == ["p/g1.1"])
+    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.1.0"])
+    await world.until(lambda: world.workers["prefill-1"].released_rows == ["p/g1.1.1"])
     header, data = await world.fetch(report.rollouts[0].token_ids.key, report.rollouts[0].logprobs.key)
     assert ([part.missing for part in header.parts], data) == ([True, True], b"")
 
