@@ -34,6 +34,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import DecodeRequest, PausedEngine, PrefillRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.engine.routes import RouteRows, route_dtype, stitch_routes
 from slipstream.environments.base import Completion, Score, Split, Task
 from slipstream.environments.demonstrations import Example
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
@@ -41,7 +42,6 @@ from slipstream.environments.tools import Tools
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
-from slipstream.models.routing import UNKNOWN_EXPERT
 from slipstream.trainer.config import SftConfig
 from slipstream.trainer.packed import Packed, target_logps
 from slipstream.trainer.sft import warm_up
@@ -108,7 +108,7 @@ class Trajectory:
     token_ids: list[int]
     logps: list[float] = field(default_factory=list)
     versions: set[PolicyVersion] = field(default_factory=set)
-    routes: np.ndarray = field(default_factory=lambda: np.empty(0))
+    routes: RouteRows | None = None
     """`[tokens - 1, layers, top_k]`: the experts that each token went through."""
     stopped: bool = False
     reward: float = 0.0
@@ -133,9 +133,8 @@ async def sample(
             trajectory.stopped = chunk.finish_reason == "stop"
         for key, trajectory in zip(ids, trajectories, strict=True):
             rows = len(trajectory.token_ids) - 1  # the last token went through no layer yet
-            trajectory.routes = np.full((rows, SIZES.n_layers, SIZES.top_k), UNKNOWN_EXPERT, dtype=np.uint8)
-            for recorded, first in (prefill.routes(name), decode.routes(key)):
-                trajectory.routes[first : first + len(recorded)] = np.asarray(recorded)[: rows - first]
+            recorded, shape = (prefill.routes(name), decode.routes(key)), (SIZES.n_layers, SIZES.top_k)
+            trajectory.routes = stitch_routes(recorded, 0, rows, shape, route_dtype(SIZES.n_experts))
     finally:
         prefill.release_kv(name)
         prefill.release_routes(name)
@@ -170,7 +169,7 @@ class Learner:
             packed = Packed.of(
                 [np.array(t.token_ids, dtype=np.int32) for t in some],
                 [np.arange(t.prompt_count, len(t.token_ids)) for t in some],
-                [t.routes for t in some],  # routing replay: each token goes where it went when it was sampled
+                [t.routes for t in some if t.routes],  # routing replay: each token goes where it went when sampled
             )
             new_logps, _ = target_logps(packed.logits_RV(self.model, balance=True), packed.targets_R)
             old_logps = torch.tensor([logp for t in some for logp in t.logps])

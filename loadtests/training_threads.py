@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from slipstream.common.version import PolicyVersion
+from slipstream.engine.routes import RouteRows
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
 from slipstream.trainer.config import ClippedLossConfig, OptimConfig
@@ -37,7 +38,7 @@ def sequence(seed: int) -> TrainSequence:
         engine_logps=np.full(count, -3.0, dtype=np.float32),
         sampled_at=np.full(count, BASE),
         kv_oldest=np.full(count, BASE),
-        routes=routes.astype(np.uint8),
+        routes=RouteRows(routes.astype(np.uint8), 0),
         advantage=1.0,
     )
 

@@ -56,12 +56,12 @@ class Oracle:
 
     def forward(self, token_ids: Sequence[int], routes: np.ndarray | None = None) -> Forward:
         """`routes`: experts to replay, one row for each token but those at the end that have none."""
-        replay = None
+        replay = known = None
         if routes is not None:
-            padded = np.full((len(token_ids), *routes.shape[1:]), 255, np.uint8)
+            padded = np.zeros((len(token_ids), *routes.shape[1:]), routes.dtype)
             padded[: len(routes)] = routes
-            replay = torch.from_numpy(padded)
-        self.model.routes.begin(replay_TLK=replay, capture=True, margins=routes is None)
+            replay, known = torch.from_numpy(padded), torch.arange(len(token_ids)) < len(routes)
+        self.model.routes.begin(replay_TLK=replay, known_T=known, capture=True, margins=routes is None)
         logits_TV = self.model(torch.tensor([list(token_ids)]))[0]
         return Forward(logits_TV, self.model.routes.captured().numpy(), self.model.routes.margin())
 

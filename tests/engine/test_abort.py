@@ -118,7 +118,7 @@ async def abort_decoding(bench: Bench, number: int, _: KvPayload | None) -> bool
     assert max(tokens.values()) > 0
     for index, count in tokens.items():
         if request.capture_routes and count:
-            assert len(bench.engine.routes(request.sample_ids[index])[0]) == count
+            assert len(bench.engine.routes(request.sample_ids[index]).rows) == count
     return True
 
 

@@ -24,11 +24,12 @@ NEAR_TIE = 1e-5
 
 def rows_of(bench: Bench, request: DecodeRequest, index: int, prompt_rows: np.ndarray | None = None) -> np.ndarray:
     """Routes of all positions that were computed for a sample: the prompt's, then its own."""
-    own, first = bench.engine.routes(request.sample_ids[index])
+    own = bench.engine.routes(request.sample_ids[index])
     if prompt_rows is None:
-        prompt_rows = np.asarray(bench.engine.routes(request.request_id)[0])
-    assert first == len(request.token_ids) - 1 == len(prompt_rows)
-    rows = np.concatenate([prompt_rows, np.asarray(own)])
+        prompt_rows = bench.engine.routes(request.request_id).rows
+    assert own.first_position == len(request.token_ids) - 1 == len(prompt_rows)
+    assert own.unknown_ranges == ()
+    rows = np.concatenate([prompt_rows, own.rows])
     assert rows.dtype == np.uint8
     assert rows.shape[1:] == (SIZES.moe_layers, SIZES.top_k)
     return rows
@@ -99,11 +100,11 @@ async def test_logprobs_after_a_transfer_equal_a_full_forward(bench: Bench, pref
     samples = await bench.run(request)
     rows = None
     if job.capture_routes:
-        prompt_rows, first = prefiller.engine.routes(job.request_id)
-        assert first == 0
+        prompt_routes = prefiller.engine.routes(job.request_id)
+        assert (prompt_routes.first_position, prompt_routes.unknown_ranges) == (0, ())
         with pytest.raises(RoutesUnknown):
             bench.engine.routes(request.request_id)
-        rows = np.asarray(prompt_rows)
+        rows = prompt_routes.rows
     prefiller.engine.release_kv(result.transfer_id)
     for index, sample in enumerate(samples):
         replayed = rows_of(bench, request, index, rows) if rows is not None else None

@@ -42,7 +42,7 @@ async def test_prefills_hit_the_cache_by_salt(prefiller: Bench):
         return
     assert [result.cached_token_count for result in results] == [0, 2 * prefiller.block, 0]
     if prefiller.engine.capabilities.captures_routes:
-        rows = [prefiller.engine.routes(job.request_id)[0].tolist() for job in jobs]
+        rows = [prefiller.engine.routes(job.request_id).rows.tolist() for job in jobs]
         assert rows[0] == rows[1] == rows[2]
     for result in results:
         assert prefiller.engine.release_kv(result.transfer_id)

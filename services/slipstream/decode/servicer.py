@@ -16,7 +16,7 @@ from slipstream.decode.kv_client import KvClient
 from slipstream.engine.base import DecodeRequest, Engine, SampleChunk
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.prompts import chunk_to_proto, prompt_tokens, sampling_from_proto
-from slipstream.engine.worker.rows import RouteRows
+from slipstream.engine.worker.rows import RowsHolder
 from slipstream.engine.worker.worker import Servicer, Worker
 
 DEFAULT_FLUSH_S = 1.0
@@ -25,7 +25,7 @@ DEFAULT_FLUSH_S = 1.0
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves DecodeService."""
 
-    def __init__(self, engine: Engine, gate: WorkerGate, routes: RouteRows, kv: KvClient) -> None:
+    def __init__(self, engine: Engine, gate: WorkerGate, routes: RowsHolder, kv: KvClient) -> None:
         self._engine = engine
         self._gate = gate
         self._routes = routes
@@ -73,6 +73,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             sampling_from_proto(request.sampling),
             None,
             request.capture_routes,
+            request.first_route_position,
             request.for_training,
         )
         self._engine.check(job)  # before its KV is pulled

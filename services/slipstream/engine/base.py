@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.engine.routes import RouteRows, route_dtype
 
 FinishReason = Literal["", "stop", "length", "aborted"]
 
@@ -52,6 +53,8 @@ class PrefillRequest:
     token_ids: Sequence[int]
     salt: str
     capture_routes: bool = True
+    first_route_position: int = 0
+    """Rows before it were recorded in earlier turns, and are not recorded again."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class DecodeRequest:
     sampling: Sampling
     kv: KvPayload | KvReference | None = None
     capture_routes: bool = True
+    first_route_position: int = 0
+    """As in `PrefillRequest`, for the rows of a prompt that is computed here."""
     for_training: bool = False
     """The policy gradient divides by these log-probabilities, so what biases them is refused (`check_sampling`)."""
 
@@ -187,13 +192,22 @@ class EngineLimits:
     max_running_samples: int
     max_waiting_requests: int
     kv_bytes_per_token: int
-    route_row_bytes: int
     moe_layers: int
     top_k: int
+    expert_count: int
+    """Of a layer."""
     vocab_size: int
     max_samples: int = 4096
     """Of one request."""
     max_stop_token_ids: int = 64
+
+    @property
+    def route_dtype(self) -> np.dtype[np.unsignedinteger]:
+        return route_dtype(self.expert_count)
+
+    @property
+    def route_row_bytes(self) -> int:
+        return self.moe_layers * self.top_k * self.route_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -330,11 +344,8 @@ class Engine(Protocol):
         """Free a prefill's KV; False if there is none of that id."""
         ...
 
-    def routes(self, key: str) -> tuple[memoryview, int]:
-        """Rows uint8 `[n, moe_layers, top_k]` and the position of the first.
-
-        `key` is a request id (rows computed at prefill) or a sample id (rows computed at decode).
-        """
+    def routes(self, key: str) -> RouteRows:
+        """What was recorded under a request id (rows computed at prefill) or a sample id (rows computed at decode)."""
         ...
 
     def release_routes(self, key: str) -> bool: ...

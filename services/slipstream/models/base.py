@@ -51,6 +51,11 @@ class Sizes(Protocol):
         ...
 
     @property
+    def n_experts(self) -> int:
+        """Experts of a layer."""
+        ...
+
+    @property
     def top_k(self) -> int: ...
 
     def to_hf(self) -> dict[str, Any]:

@@ -5,15 +5,15 @@ forward pass and read it afterwards:
 
     model.routes.begin(capture=True)                      # engine: record the chosen experts
     model(tokens_1T, positions_1T, documents)
-    rows_TLK = model.routes.captured()                    # uint8 [tokens, moe_layers, top_k]
+    rows_TLK = model.routes.captured()                    # [tokens, moe_layers, top_k], uint8 or uint16
 
     model.routes.begin(replay_TLK=rows_TLK, balance=True)  # trainer: routing replay
     logits = model(tokens_1T, positions_1T, documents)
     loss = loss + 0.001 * model.routes.balance_loss()
 
 Replay takes the recorded expert ids in place of the top-k choice, but gathers the gate weights from this model's own
-scores, so that the gate still learns. Id 255 means unknown: that token is routed live in that layer. `T` counts tokens
-in the order of the flattened `[B, L]` input; a state set by `begin` holds for one forward pass.
+scores, so that the gate still learns. Tokens that `known_T` leaves out are routed live. `T` counts tokens in the order
+of the flattened `[B, L]` input; a state set by `begin` holds for one forward pass.
 
 T = tokens, L = MoE layers, K = experts a token, E = experts, D = width.
 """
@@ -23,51 +23,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-UNKNOWN_EXPERT = 255
-
 
 class Routes:
     """What the routers of one model replay, and what they recorded in the last forward pass."""
 
-    def __init__(self, moe_layers: int, top_k: int) -> None:
+    def __init__(self, moe_layers: int, top_k: int, expert_count: int) -> None:
         self.moe_layers = moe_layers
         self.top_k = top_k
+        self.expert_count = expert_count
         self.begin()
 
     def begin(
         self,
         *,
         replay_TLK: Tensor | None = None,
+        known_T: Tensor | None = None,
         capture: bool = False,
         balance: bool = False,
         margins: bool = False,
         token_mask_T: Tensor | None = None,
     ) -> None:
-        """Say what the next forward pass does. `token_mask_T` (bool) leaves padding out of the balance loss."""
+        """Say what the next forward pass does.
+
+        `known_T` (bool): tokens whose rows of `replay_TLK` count; None means all. `token_mask_T` (bool) leaves padding
+        out of the balance loss.
+        """
         self.capture = capture
         self.balance = balance
         self.margins = margins
         self.token_mask_T = token_mask_T
-        self.replay_LTK: Tensor | None = None
-        self.known_LT1: Tensor | None = None
+        self.replay_TLK = replay_TLK
+        self.known_T1 = None if known_T is None or bool(known_T.all()) else known_T.unsqueeze(1)
         self._chosen: list[Tensor] = []
         self._balance_terms: list[Tensor] = []
         self._margins: list[float] = []
-        if replay_TLK is not None:
-            replay_LTK = replay_TLK.permute(1, 0, 2).to(torch.int64)
-            known_LT1 = (replay_LTK != UNKNOWN_EXPERT).all(-1, keepdim=True)
-            self.known_LT1 = None if bool(known_LT1.all()) else known_LT1
-            self.replay_LTK = replay_LTK.contiguous()
 
     def choose(self, layer: int, scores_TE: Tensor) -> Tensor:
         """Expert ids `[T, K]` of one layer: replayed where known, else the top k of `scores_TE`."""
-        if self.replay_LTK is None:
+        if self.replay_TLK is None:
             ids_TK = torch.topk(scores_TE, self.top_k, dim=-1).indices
-        elif self.known_LT1 is None:
-            ids_TK = self.replay_LTK[layer]
-        else:
-            live_TK = torch.topk(scores_TE, self.top_k, dim=-1).indices
-            ids_TK = torch.where(self.known_LT1[layer], self.replay_LTK[layer], live_TK)
+        else:  # as wide as an index one layer at a time: all at once would be eight times the rows
+            ids_TK = self.replay_TLK[:, layer].to(torch.int64)
+            if self.known_T1 is not None:
+                ids_TK = torch.where(self.known_T1, ids_TK, torch.topk(scores_TE, self.top_k, dim=-1).indices)
         if self.capture:
             self._chosen.append(ids_TK)
         if self.balance:
@@ -78,8 +76,8 @@ class Routes:
         return ids_TK
 
     def captured(self) -> Tensor:
-        """The experts chosen in the last forward pass, uint8 `[T, L, K]`."""
-        return torch.stack(self._chosen, dim=1).to(torch.uint8)
+        """The experts chosen in the last forward pass, `[T, L, K]`, uint8 up to 256 experts, else uint16."""
+        return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.expert_count <= 256 else torch.uint16)
 
     def balance_loss(self) -> Tensor:
         """Switch-style load-balance loss, the mean over layers: 1 when experts are used evenly, up to E / K."""

@@ -17,7 +17,7 @@ from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.prompts import prompt_tokens
-from slipstream.engine.worker.rows import RouteRows
+from slipstream.engine.worker.rows import RowsHolder
 from slipstream.engine.worker.worker import Servicer, Worker
 
 
@@ -25,7 +25,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves PrefillService. The engine holds the KV and frees it when `kv_ttl_s` is over."""
 
     def __init__(
-        self, identity: WorkerIdentity, engine: Engine, gate: WorkerGate, routes: RouteRows, kv_ttl_s: float
+        self, identity: WorkerIdentity, engine: Engine, gate: WorkerGate, routes: RowsHolder, kv_ttl_s: float
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -43,7 +43,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             expires_s = time.time() + self._kv_ttl_s  # for people: a timer of the engine frees it
             try:
                 result = await self._engine.prefill(
-                    PrefillRequest(request.request_id, token_ids, request.salt, request.capture_routes)
+                    PrefillRequest(
+                        request.request_id,
+                        token_ids,
+                        request.salt,
+                        request.capture_routes,
+                        request.first_route_position,
+                    )
                 )
             except asyncio.CancelledError:  # the caller is gone, or out of time
                 await self._engine.abort(request.request_id)

@@ -32,7 +32,7 @@ from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.room import write_when_room
-from slipstream.trainer.rows import RowsClient, references, stitch
+from slipstream.trainer.rows import RouteForm, RowsClient, references, stitch
 from slipstream.trainer.sequence import TrainSequence, version_number
 from slipstream.trainer.status import Status, request_id
 from slipstream.trainer.timeline import Timeline
@@ -206,9 +206,8 @@ class TrainingLoop:
     async def _sequences(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[list[list[TrainSequence]], int]:
         """The plan's sequences with their rows, and how many had lost them."""
         parts = await self._rows.fetch(references(plan))
-        routes = learner.model.routes
-        shape = (routes.moe_layers, routes.top_k)
-        stitched = [[stitch(planned, parts, shape) for planned in batch.sequences] for batch in plan.micro_batches]
+        form = RouteForm.of(learner.model.routes)
+        stitched = [[stitch(planned, parts, form) for planned in batch.sequences] for batch in plan.micro_batches]
         kept = [[sequence for sequence in batch if sequence is not None] for batch in stitched]
         lost = sum(map(len, stitched)) - sum(map(len, kept))
         if lost:

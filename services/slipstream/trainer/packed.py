@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.engine.routes import RouteRows
 from slipstream.models.base import Model
 from slipstream.models.documents import Documents
 
@@ -28,13 +29,14 @@ class Packed:
 
     targets_R: Tensor
     replay_TLK: Tensor | None = None
+    known_T: Tensor | None = None
 
     @classmethod
     def of(
         cls,
         token_ids: Sequence[NDArray[np.int32]],
         target_positions: Sequence[NDArray[np.int64]],
-        routes: Sequence[NDArray[np.uint8]] | None = None,
+        routes: Sequence[RouteRows] | None = None,
     ) -> Packed:
         """Pack sequences of 2 or more tokens. Targets are positions from 1; `routes` has a row for all but the last."""
         lengths = [len(ids) - 1 for ids in token_ids]
@@ -46,12 +48,13 @@ class Packed:
             tokens_1T=torch.from_numpy(np.concatenate([ids[:-1] for ids in token_ids]).astype(np.int64)).unsqueeze(0),
             source_R=torch.from_numpy(np.concatenate(sources).astype(np.int64)),
             targets_R=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-            replay_TLK=None if routes is None else torch.from_numpy(np.concatenate(routes)),
+            replay_TLK=None if routes is None else torch.from_numpy(np.concatenate([each.rows for each in routes])),
+            known_T=None if routes is None else torch.from_numpy(np.concatenate([each.known() for each in routes])),
         )
 
     def logits_RV(self, model: Model, *, balance: bool = False, margins: bool = False) -> Tensor:
         """Logits that predict the targets. The head is applied to those positions alone."""
-        model.routes.begin(replay_TLK=self.replay_TLK, balance=balance, margins=margins)
+        model.routes.begin(replay_TLK=self.replay_TLK, known_T=self.known_T, balance=balance, margins=margins)
         hidden_1TD = model.hidden(self.tokens_1T, self.documents.positions_1T, self.documents)
         return model.logits(hidden_1TD[0].index_select(0, self.source_R))
 

@@ -11,7 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -25,7 +25,11 @@ from slipstream.common.channels import Channels
 from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, Unreachable, from_rpc_error
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.common.version import PolicyVersion
-from slipstream.trainer.sequence import UNKNOWN_ROUTE, TrainSequence, version_number
+from slipstream.engine.routes import Ranges, RouteRows, route_dtype, stitch_routes
+from slipstream.trainer.sequence import TrainSequence, version_number
+
+if TYPE_CHECKING:
+    from slipstream.models.routing import Routes
 
 log = structlog.get_logger()
 
@@ -39,11 +43,30 @@ RefId = tuple[str, str]
 
 
 @dataclass(frozen=True)
+class RouteForm:
+    """What a row of expert routes is for one model."""
+
+    row_shape: tuple[int, int]
+    """MoE layers, top k."""
+
+    dtype: np.dtype[np.unsignedinteger]
+
+    @classmethod
+    def of(cls, routes: Routes) -> RouteForm:
+        return cls((routes.moe_layers, routes.top_k), route_dtype(routes.expert_count))
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name} {self.row_shape}"
+
+
+@dataclass(frozen=True)
 class Part:
     """The rows of one reference."""
 
     first_position: int
     data: memoryview
+    unknown_ranges: Ranges = ()
+    recomputed_from: int | None = None
 
 
 @dataclass
@@ -142,7 +165,9 @@ def _cut(refs: Sequence[types_pb2.RowsRef], download: _Download) -> dict[str, Pa
     view, start, parts = memoryview(data), 0, {}
     for ref, part in zip(refs, header.parts, strict=True):
         if not part.missing:
-            parts[ref.key] = Part(part.first_position, view[start : start + part.size_bytes])
+            unknown = tuple((each.start, each.end) for each in part.unknown_ranges)
+            recomputed_from = part.recomputed_from if part.HasField("recomputed_from") else None
+            parts[ref.key] = Part(part.first_position, view[start : start + part.size_bytes], unknown, recomputed_from)
         start += part.size_bytes
     return parts
 
@@ -157,10 +182,8 @@ def references(plan: batch_pb2.Plan) -> list[types_pb2.RowsRef]:
     ]
 
 
-def stitch(
-    planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], route_shape: tuple[int, int]
-) -> TrainSequence | None:
-    """The sequence, or None when its tokens or log-probabilities are gone. `route_shape` is (MoE layers, top k)."""
+def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form: RouteForm) -> TrainSequence | None:
+    """The sequence, or None when its tokens or log-probabilities are gone."""
     count = planned.token_count
     token_ids = _whole(planned.token_ids, parts, count, "<i4")
     logps = _whole(planned.logprobs, parts, count, "<f4")
@@ -180,7 +203,7 @@ def stitch(
         engine_logps=logps[targets][known],
         sampled_at=sampled_at[known],
         kv_oldest=kv_oldest[known],
-        routes=_routes(planned.routes, parts, count - 1, route_shape),
+        routes=_routes(planned.routes, parts, count - 1, form),
         advantage=planned.advantage,
         temperature=planned.temperature or 1.0,
     )
@@ -208,18 +231,15 @@ def _versions(spans: Iterable[types_pb2.VersionSpan], target_count: int) -> tupl
     return np.array(sampled[start:], dtype=np.int64), np.array(oldest[start:], dtype=np.int64)
 
 
-def _routes(
-    refs: Iterable[types_pb2.RowsRef], parts: Mapping[RefId, Part], count: int, shape: tuple[int, int]
-) -> NDArray[np.uint8]:
+def _routes(refs: Iterable[types_pb2.RowsRef], parts: Mapping[RefId, Part], count: int, form: RouteForm) -> RouteRows:
     """Rows of positions [0, count); the first reference that knows a position wins, the rest stay unknown."""
-    routes = np.full((count, *shape), UNKNOWN_ROUTE, dtype=np.uint8)
+    segments: list[RouteRows] = []
     for ref in refs:
         part = parts.get((ref.holder, ref.key))
         if part is None:
             continue
-        if ref.dtype != "uint8" or tuple(ref.row_shape) != shape:
-            raise ValueError(f"routes of {ref.key!r} are {ref.dtype} {tuple(ref.row_shape)}, the model's uint8 {shape}")
-        rows = np.frombuffer(part.data, dtype=np.uint8).reshape(-1, *shape)
-        held = routes[part.first_position : part.first_position + len(rows)]  # a view, cut at `count`
-        np.copyto(held, rows[: len(held)], where=held == UNKNOWN_ROUTE)
-    return routes
+        if (ref.dtype, tuple(ref.row_shape)) != (form.dtype.name, form.row_shape):
+            raise ValueError(f"routes of {ref.key!r} are {ref.dtype} {tuple(ref.row_shape)}, the model's {form}")
+        rows = np.frombuffer(part.data, dtype=form.dtype).reshape(-1, *form.row_shape)
+        segments.append(RouteRows(rows, part.first_position, part.unknown_ranges, part.recomputed_from))
+    return stitch_routes(segments, 0, count, form.row_shape, form.dtype)

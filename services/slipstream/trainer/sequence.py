@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.common.version import PolicyVersion
+from slipstream.engine.routes import RouteRows
 
-UNKNOWN_ROUTE = 255
 _INCARNATION_BITS = 40
 
 
@@ -38,8 +38,8 @@ class TrainSequence:
     kv_oldest: NDArray[np.int64]
     """`[R]`: version number of the oldest weights behind the KV it was sampled from."""
 
-    routes: NDArray[np.uint8]
-    """`[N - 1, L, K]`: recorded experts, `UNKNOWN_ROUTE` where there is no row."""
+    routes: RouteRows
+    """`[N - 1, L, K]`: recorded experts, and where there is no row."""
 
     advantage: float
 
@@ -48,10 +48,13 @@ class TrainSequence:
 
     @cached_property
     def known_N(self) -> NDArray[np.bool_]:
-        """`[N - 1]`: positions whose experts are all recorded."""
-        return (self.routes != UNKNOWN_ROUTE).all(axis=(1, 2))
+        """`[N - 1]`: positions whose experts are recorded."""
+        return self.routes.known()
 
     @property
     def replayed_R(self) -> NDArray[np.bool_]:
-        """Targets whose whole context has recorded routes."""
-        return np.logical_and.accumulate(self.known_N)[self.target_positions - 1]
+        """Targets whose whole context went through the recorded routes."""
+        replayed_N = np.logical_and.accumulate(self.known_N)
+        if self.routes.recomputed_from is not None:
+            replayed_N[self.routes.recomputed_from :] = False
+        return replayed_N[self.target_positions - 1]

@@ -50,7 +50,7 @@ class Learner:
     ) -> dict[str, float]:
         """Take optimizer step `step` (from 1) on weights of version number `trained`; returns the step's figures."""
         full = [batch for batch in micro_batches if batch]  # one rank: an empty one has no collective to keep in step
-        input_tokens = sum(len(sequence.routes) for batch in full for sequence in batch)
+        input_tokens = sum(len(sequence.routes.rows) for batch in full for sequence in batch)
         self._adamw.zero_grad(set_to_none=True)
         totals = {"loss": 0.0, "balance_loss": 0.0}
         tokens = [self._backward(batch, loss_token_count, input_tokens, totals) for batch in full]
@@ -120,7 +120,7 @@ class Learner:
 
 def _padding_fraction(batches: Sequence[Sequence[TrainSequence]]) -> float:
     """Part of attention's padded slots that hold no token."""
-    lengths = [[len(sequence.routes) for sequence in batch] for batch in batches]
+    lengths = [[len(sequence.routes.rows) for sequence in batch] for batch in batches]
     slots = sum(len(batch) * max(batch) for batch in lengths)
     return 1.0 - sum(map(sum, lengths)) / slots if slots else 0.0
 

@@ -14,10 +14,11 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import DecodeRequest, PrefillRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.engine.routes import route_dtype, stitch_routes
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.registry import find_architecture
 from slipstream.trainer.config import MaskedRatioLossConfig, OptimConfig
-from slipstream.trainer.sequence import UNKNOWN_ROUTE, TrainSequence, version_number
+from slipstream.trainer.sequence import TrainSequence, version_number
 from slipstream.trainer.step import Learner
 
 SIZES = MoeConfig(vocab_size=60)
@@ -85,9 +86,9 @@ async def rollouts(
     sequences = []
     for index, sample_id in enumerate(sample_ids):
         count = len(prompt) + len(tokens[index])
-        routes = np.full((count - 1, SIZES.n_layers, SIZES.top_k), UNKNOWN_ROUTE, np.uint8)
-        for rows, first in (pools.decode.routes(sample_id), pools.prefill.routes(request_id)):
-            routes[first : first + len(rows)] = np.asarray(rows)
+        segments = (pools.prefill.routes(request_id), pools.decode.routes(sample_id))
+        shape = (SIZES.n_layers, SIZES.top_k)
+        routes = stitch_routes(segments, 0, count - 1, shape, route_dtype(SIZES.n_experts))
         sequences.append(
             TrainSequence(
                 token_ids=np.array([*prompt, *tokens[index]], np.int32),

@@ -73,7 +73,7 @@ def test_training_starts_from_a_directory_in_hugging_faces_form(tmp_path):
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-        ({"num_experts": 256}, "n_experts"),
+        ({"num_experts": 65537}, "n_experts"),
     ],
 )
 def test_what_is_not_built_is_refused_in_one_sentence(tmp_path, changes, said):

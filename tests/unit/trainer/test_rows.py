@@ -8,19 +8,21 @@ import pytest
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
+from slipstream.engine.routes import Ranges
 from slipstream.trainer.probe import choose_probe, probe_prompts
-from slipstream.trainer.rows import Part, stitch
+from slipstream.trainer.rows import Part, RouteForm, stitch
 from slipstream.trainer.sequence import version_number
 
 SHAPE = (2, 1)
+FORM = RouteForm(SHAPE, np.dtype(np.uint8))
 
 
 def ref(key: str, dtype: str = "uint8", shape: tuple[int, ...] = SHAPE) -> types_pb2.RowsRef:
     return types_pb2.RowsRef(holder="h", key=key, dtype=dtype, row_shape=shape)
 
 
-def part(first: int, rows: np.ndarray) -> Part:
-    return Part(first, memoryview(rows.tobytes()))
+def part(first: int, rows: np.ndarray, unknown: Ranges = ()) -> Part:
+    return Part(first, memoryview(rows.tobytes()), unknown)
 
 
 def routes(*ids: int) -> np.ndarray:
@@ -53,9 +55,9 @@ def parts(**extra: Part) -> dict[tuple[str, str], Part]:
 
 
 def test_prompt_rows_and_decode_rows_meet_at_their_positions():
-    sequence = stitch(planned(), parts(), SHAPE)
+    sequence = stitch(planned(), parts(), FORM)
     assert sequence is not None
-    assert sequence.routes[:, 0, 0].tolist() == [10, 11, 12, 13, 14]  # the last token needs none
+    assert sequence.routes.rows[:, 0, 0].tolist() == [10, 11, 12, 13, 14]  # the last token needs none
     assert sequence.target_positions.tolist() == [3, 4, 5]
     assert sequence.engine_logps.tolist() == [-3.0, -4.0, -5.0]
     assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, 3))] * 3
@@ -66,28 +68,28 @@ def test_tokens_without_a_log_probability_do_not_train_and_the_rest_keep_their_v
     spans = [types_pb2.VersionSpan(token_count=n, version=v, kv_oldest_version=old) for n, v in ((1, old), (2, new))]
     for unknown in (1.0, np.nan, np.inf):
         row = np.array([0, 0, 0, -1, unknown, -2], np.float32)
-        sequence = stitch(planned(spans=spans, temperature=0.5), parts(l=part(0, row)), SHAPE)
+        sequence = stitch(planned(spans=spans, temperature=0.5), parts(l=part(0, row)), FORM)
         assert sequence is not None
         assert sequence.target_positions.tolist() == [3, 5]
         assert sequence.engine_logps.tolist() == [-1.0, -2.0]
         assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, step)) for step in (3, 4)]
         assert sequence.temperature == 0.5
-    assert stitch(planned(), parts(l=part(0, np.ones(6, np.float32))), SHAPE) is None
+    assert stitch(planned(), parts(l=part(0, np.ones(6, np.float32))), FORM) is None
 
 
 def test_the_first_reference_that_knows_a_position_wins():
-    overlapping = parts(p=part(0, routes(1, 1, 255)), d=part(1, routes(2, 2, 2)))
-    sequence = stitch(planned(), overlapping, SHAPE)
+    overlapping = parts(p=part(0, routes(1, 1, 9), ((2, 3),)), d=part(1, routes(2, 2, 2)))
+    sequence = stitch(planned(), overlapping, FORM)
     assert sequence is not None
-    assert sequence.routes[:, 0, 0].tolist() == [1, 1, 2, 2, 255]
+    assert sequence.routes.rows[:, 0, 0].tolist() == [1, 1, 2, 2, 255]
     assert sequence.known_N.tolist() == [True, True, True, True, False]
 
 
 def test_a_sequence_without_all_its_tokens_is_lost():
-    assert stitch(planned(), parts(t=part(0, np.arange(5, dtype=np.int32))), SHAPE) is None
+    assert stitch(planned(), parts(t=part(0, np.arange(5, dtype=np.int32))), FORM) is None
     missing = parts()
     del missing["h", "l"]
-    assert stitch(planned(), missing, SHAPE) is None
+    assert stitch(planned(), missing, FORM) is None
 
 
 def test_a_loss_that_covers_fewer_tokens_takes_the_last_versions():
@@ -96,7 +98,7 @@ def test_a_loss_that_covers_fewer_tokens_takes_the_last_versions():
         for count, step in ((2, 3), (1, 4))
     ]
     fewer = planned(loss_ranges=[types_pb2.RowRange(start=4, end=6)], spans=spans)
-    sequence = stitch(fewer, parts(), SHAPE)
+    sequence = stitch(fewer, parts(), FORM)
     assert sequence is not None
     assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, 3)), version_number(PolicyVersion(1, 4))]
     assert sequence.kv_oldest.tolist() == [0, 0]  # not said: taken for the oldest
@@ -104,7 +106,7 @@ def test_a_loss_that_covers_fewer_tokens_takes_the_last_versions():
 
 def test_routes_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="routes of 'p'"):
-        stitch(planned(routes=[ref("p", shape=(3, 2))]), parts(), SHAPE)
+        stitch(planned(routes=[ref("p", shape=(3, 2))]), parts(), FORM)
 
 
 def test_the_probe_is_the_first_prompt_whose_experts_are_chosen_clearly():

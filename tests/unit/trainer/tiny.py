@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.common.version import PolicyVersion
+from slipstream.engine.routes import Ranges, RouteRows
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import MoeModel, build_model, init_weights
 from slipstream.trainer.config import OptimConfig
@@ -27,7 +28,12 @@ def tiny_model(seed: int = 0) -> MoeModel:
 
 
 def sequence(
-    seed: int, length: int = 10, prompt: int = 5, advantage: float = 1.0, routes: np.ndarray | None = None
+    seed: int,
+    length: int = 10,
+    prompt: int = 5,
+    advantage: float = 1.0,
+    routes: np.ndarray | None = None,
+    unknown_ranges: Ranges = (),
 ) -> TrainSequence:
     """A random rollout sampled at the base version, with random distinct routes unless given."""
     rng = np.random.default_rng(seed)
@@ -41,7 +47,7 @@ def sequence(
         engine_logps=np.full(count, -3.0, dtype=np.float32),
         sampled_at=np.full(count, BASE),
         kv_oldest=np.full(count, BASE),
-        routes=routes.astype(np.uint8),
+        routes=RouteRows(routes.astype(np.uint8), 0, unknown_ranges),
         advantage=advantage,
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from slipstream.engine.embedded.blocks import BlockPool
 from slipstream.engine.embedded.busy import BusyLog
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.kv import KvPool
-from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, RouteRows, Transfer
+from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
 from slipstream.engine.embedded.weights import LiveWeights
 from slipstream.engine.hashing import block_hashes
 from slipstream.models.base import Model, Sizes
@@ -261,7 +261,7 @@ class EngineCore:
         positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]).unsqueeze(0)
         self.model.routes.begin(capture=True)
         self.model.hidden(tokens, positions, step)
-        self.kv.routes[step.slots_T.numpy()] = self.model.routes.captured().numpy()
+        self.kv.routes.write(step.slots_T.numpy(), self.model.routes.captured().numpy())
         self.prefilled_tokens += tokens.numel()
         for job, _, end in parts:
             job.oldest = job.oldest or self.version  # an update between two parts leaves the older one
@@ -287,13 +287,13 @@ class EngineCore:
             job.owner.prompt_blocks, job.owner.oldest = job.blocks, oldest
             self.partial.append(job.owner)
             if job.owner.request.kv is None and job.owner.request.capture_routes:
-                self._emit_routes(job.owner.request.request_id, job.blocks, 0, job.end)
+                self._emit_prompt_routes(job)
             return
         request = job.owner
         result = PrefillResult(request.request_id, job.end, job.start, self.version, oldest)
         self.transfers[request.request_id] = Transfer(result, job.blocks, tuple(job.hashes))
         if request.capture_routes:
-            self._emit_routes(request.request_id, job.blocks, 0, job.end)
+            self._emit_prompt_routes(job)
         self._outputs.append(PrefillDone(request.request_id, self.transfers[request.request_id]))
 
     def _admit_samples(self) -> None:
@@ -334,7 +334,7 @@ class EngineCore:
         self.model.routes.begin(capture=True)
         tokens_1R = torch.from_numpy(batch.token[:n].copy()).unsqueeze(0)
         logits_RV = self.model.logits(self.model.hidden(tokens_1R, positions_R.unsqueeze(0), step)[0])
-        self.kv.routes[step.slots_T.numpy()] = self.model.routes.captured().numpy()
+        self.kv.routes.write(step.slots_T.numpy(), self.model.routes.captured().numpy())
         tokens, logprobs = self._sample(logits_RV)
         stopped, ended = batch.accept(tokens, logprobs)
         self.decoded_tokens += n
@@ -385,8 +385,16 @@ class EngineCore:
     def _emit_chunks(self, active: ActiveDecode, chunks: list[SampleChunk]) -> None:
         self._news.setdefault(id(active), (active, []))[1].extend(chunks)
 
-    def _emit_routes(self, key: str, table: list[int], start: int, end: int) -> None:
-        self._outputs.append(RouteRows(key, start, self.kv.routes[self.kv.slots_of(table, start, end)]))
+    def _emit_prompt_routes(self, job: _PromptJob) -> None:
+        """Hand out the rows that no earlier turn did. Where older ones were computed anew, the first ones stay."""
+        first = min(job.request.first_route_position, job.end)
+        self._emit_routes(job.request.request_id, job.blocks, first, job.end, job.start if job.start < first else None)
+
+    def _emit_routes(
+        self, key: str, table: list[int], start: int, end: int, recomputed_from: int | None = None
+    ) -> None:
+        routes = self.kv.routes.read(self.kv.slots_of(table, start, end), start)
+        self._outputs.append(Recorded(key, replace(routes, recomputed_from=recomputed_from)))
 
     def _flush(self, now: float, everything: bool = False) -> None:
         """Hand out tokens of samples that go on, for requests whose time has come."""

@@ -43,8 +43,8 @@ from slipstream.engine.checks import check_decode, check_prefill, check_prompt
 from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
-from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, RouteRows, Transfer
-from slipstream.engine.embedded.routes import RouteStore
+from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
+from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.models.base import Sizes
 
 T = TypeVar("T")
@@ -75,9 +75,9 @@ class EmbeddedEngine:
             max_running_samples=config.max_running_samples,
             max_waiting_requests=config.max_waiting_requests,
             kv_bytes_per_token=sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * 4,
-            route_row_bytes=sizes.moe_layers * sizes.top_k,
             moe_layers=sizes.moe_layers,
             top_k=sizes.top_k,
+            expert_count=sizes.n_experts,
             vocab_size=sizes.vocab_size,
             max_stop_token_ids=MAX_STOP_TOKENS,
         )
@@ -160,8 +160,8 @@ class EmbeddedEngine:
     def _deliver(self, replies: list[Reply], outputs: list[Output]) -> None:
         """On the event loop: hand out what a step produced; a sample's routes come before its last chunk."""
         for output in outputs:
-            if isinstance(output, RouteRows):
-                self._routes.put(output.key, output.rows, output.first_position)
+            if isinstance(output, Recorded):
+                self._routes.put(output.key, output.routes)
             elif isinstance(output, PrefillDone):
                 self._finish_prefill(output)
             elif (stream := self._streams.get(output.request_id)) is not None:
@@ -317,7 +317,7 @@ class EmbeddedEngine:
 
     # --- Routes, load, events ------------------------------------------------------------------------
 
-    def routes(self, key: str) -> tuple[memoryview, int]:
+    def routes(self, key: str) -> RouteRows:
         return self._routes.get(key)
 
     def release_routes(self, key: str) -> bool:

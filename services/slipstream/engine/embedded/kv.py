@@ -20,8 +20,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.engine.routes import RouteRows, route_dtype, runs
 from slipstream.models.base import Sizes
-from slipstream.models.routing import UNKNOWN_EXPERT
+
+
+class RouteSlots:
+    """Expert ids by slot, and whether they are known."""
+
+    def __init__(self, sizes: Sizes, slots: int) -> None:
+        dtype = route_dtype(sizes.n_experts)
+        self._rows = np.full((slots, sizes.moe_layers, sizes.top_k), np.iinfo(dtype).max, dtype)
+        self._known = np.zeros(slots, dtype=bool)
+
+    def write(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        self._rows[slots] = rows
+        self._known[slots] = True
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Whatever computed these slots, its experts are not known here."""
+        self._rows[slots] = np.iinfo(self._rows.dtype).max
+        self._known[slots] = False
+
+    def read(self, slots: np.ndarray, first_position: int) -> RouteRows:
+        """A copy of consecutive positions."""
+        return RouteRows(self._rows[slots], first_position, runs(~self._known[slots], first_position))
+
+    def copy_blocks(self, sources: list[int], targets: list[int], block_size: int) -> None:
+        for array in (self._rows, self._known):
+            blocks = array.reshape(-1, block_size, *array.shape[1:])
+            blocks[targets] = blocks[sources]
 
 
 class KvPool:
@@ -40,7 +67,7 @@ class KvPool:
         self.layer_blocks = [layer.view(2 * total, -1) for layer in self.tensor]
         self.total_blocks = total
         self._buffer = self.layer_blocks[0].new_empty(0, self.layer_blocks[0].shape[1])
-        self.routes = np.full((self.slots, sizes.moe_layers, sizes.top_k), UNKNOWN_EXPERT, np.uint8)
+        self.routes = RouteSlots(sizes, self.slots)
 
     def context_buffer(self, rows: int) -> Tensor:
         """Room for gathered blocks, reused by all layers and steps: fresh memory would be paged in each time."""
@@ -60,13 +87,12 @@ class KvPool:
     def write(self, slots: np.ndarray, kv: Tensor) -> None:
         """Put KV of another engine into these slots; its routes are not known here."""
         self.tensor.flatten(2, 3).index_copy_(2, torch.from_numpy(slots), kv)
-        self.routes[slots] = UNKNOWN_EXPERT
+        self.routes.forget(slots)
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks."""
         self.tensor[:, :, targets] = self.tensor[:, :, sources]
-        routes = self.routes.reshape(self.total_blocks, self.block_size, *self.routes.shape[1:])
-        routes[targets] = routes[sources]
+        self.routes.copy_blocks(sources, targets, self.block_size)
 
     def decode_step(self, tables_RM: Tensor, positions_R: Tensor) -> PagedStep:
         """One new token for each sequence, at these positions."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from slipstream.common.errors import RequestAborted
 from slipstream.engine.base import PrefillResult, SampleChunk
+from slipstream.engine.routes import RouteRows
 
 
 @dataclass(frozen=True)
-class RouteRows:
-    """Expert routes of consecutive positions: uint8 `[n, moe_layers, top_k]`."""
+class Recorded:
+    """Output: expert routes, for whoever asks by this key."""
 
     key: str
-    first_position: int
-    rows: np.ndarray
+    routes: RouteRows
 
 
 @dataclass(frozen=True)
@@ -45,4 +43,4 @@ class Chunks:
     ended: bool = False
 
 
-Output = RouteRows | PrefillDone | Chunks
+Output = Recorded | PrefillDone | Chunks

@@ -45,7 +45,7 @@ from slipstream.engine.base import (
     UpdateReport,
 )
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt
-from slipstream.engine.embedded.routes import RouteStore
+from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.salts import SaltVersions
@@ -86,9 +86,9 @@ class VllmEngine:
             max_running_samples=config.max_running_samples,
             max_waiting_requests=config.max_waiting_requests,
             kv_bytes_per_token=sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * 4,
-            route_row_bytes=sizes.moe_layers * sizes.top_k,
             moe_layers=sizes.moe_layers,
             top_k=sizes.top_k,
+            expert_count=sizes.n_experts,
             vocab_size=sizes.vocab_size,
         )
         self.capabilities = EngineCapabilities(
@@ -259,9 +259,10 @@ class VllmEngine:
         if len(rows) != first + len(sample.token_ids):  # whose they are is not known
             self._routes.dropped_rows += first + len(sample.token_ids)
             return
-        rows = np.ascontiguousarray(rows, dtype=np.uint8)
-        self._routes.put(request.request_id, rows[:first], 0)
-        self._routes.put(request.sample_ids[sample.index], rows[first:], first)
+        rows = np.ascontiguousarray(rows, dtype=self.limits.route_dtype)
+        told = min(request.first_route_position, first)
+        self._routes.put(request.request_id, RouteRows(rows[told:first], told))
+        self._routes.put(request.sample_ids[sample.index], RouteRows(rows[first:], first))
 
     async def abort(self, request_id: str) -> int:
         await asyncio.sleep(0)  # an id that is unknown must not keep the loop to its caller
@@ -393,7 +394,7 @@ class VllmEngine:
 
     # --- Routes, load, events ------------------------------------------------------------------------
 
-    def routes(self, key: str) -> tuple[memoryview, int]:
+    def routes(self, key: str) -> RouteRows:
         return self._routes.get(key)
 
     def release_routes(self, key: str) -> bool:

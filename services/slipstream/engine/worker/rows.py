@@ -10,7 +10,6 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
-import numpy as np
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
@@ -20,10 +19,8 @@ from slipstream.common.frames import encode_header, iter_joined_frames
 from slipstream.engine.base import Engine
 from slipstream.engine.worker.identity import WorkerIdentity
 
-UNKNOWN = 255
 
-
-class RouteRows:
+class RowsHolder:
     """The engine's routes as rows that others refer to."""
 
     def __init__(self, engine: Engine, identity: WorkerIdentity) -> None:
@@ -34,43 +31,41 @@ class RouteRows:
     def ref(self, engine_key: str) -> types_pb2.RowsRef | None:
         """A reference to all rows under a key, or None when there are none."""
         try:
-            rows, first = self._engine.routes(engine_key)
+            routes = self._engine.routes(engine_key)
         except RoutesUnknown:
             return None
-        limits = self._engine.limits
-        count = rows.nbytes // limits.route_row_bytes
-        if not count:
+        if not len(routes.rows):
             return None
         return types_pb2.RowsRef(
             holder=self._identity.address,
             holder_epoch=self._identity.epoch,
             key=self._prefix + engine_key,
-            ranges=[types_pb2.RowRange(start=first, end=first + count)],
-            dtype="uint8",
-            row_shape=[limits.moe_layers, limits.top_k],
-            size_bytes=rows.nbytes,
+            ranges=[types_pb2.RowRange(start=routes.first_position, end=routes.end)],
+            dtype=routes.rows.dtype.name,
+            row_shape=routes.rows.shape[1:],
+            size_bytes=routes.rows.nbytes,
         )
 
     def read(self, ref: types_pb2.RowsRef) -> tuple[rows_pb2.RowsPart, memoryview]:
-        """The rows a reference names, as far as they are held."""
+        """The rows a reference names, as far as they are held; not copied."""
         nothing = rows_pb2.RowsPart(missing=True), memoryview(b"")
         if ref.holder_epoch not in ("", self._identity.epoch) or not ref.key.startswith(self._prefix):
             return nothing
         try:
-            rows, first = self._engine.routes(ref.key.removeprefix(self._prefix))
+            routes = self._engine.routes(ref.key.removeprefix(self._prefix))
         except RoutesUnknown:
             return nothing
-        size = self._engine.limits.route_row_bytes
-        data = rows.cast("B") if rows.nbytes else memoryview(b"")
-        start, end = first, first + data.nbytes // size
         if ref.ranges:
-            start, end = max(start, ref.ranges[0].start), min(end, ref.ranges[-1].end)
-        if start >= end:
+            routes = routes.between(ref.ranges[0].start, ref.ranges[-1].end)
+        if not len(routes.rows):
             return nothing
-        data = data[(start - first) * size : (end - first) * size]
-        return rows_pb2.RowsPart(
-            size_bytes=data.nbytes, first_position=start, unknown_ranges=_unknown_ranges(data, size, start)
-        ), data
+        part = rows_pb2.RowsPart(
+            size_bytes=routes.rows.nbytes,
+            first_position=routes.first_position,
+            unknown_ranges=[types_pb2.RowRange(start=start, end=end) for start, end in routes.unknown_ranges],
+            recomputed_from=routes.recomputed_from,
+        )
+        return part, routes.rows.data.cast("B")
 
     def release(self, keys: Sequence[str]) -> int:
         """Drop rows; returns how many keys were held."""
@@ -78,19 +73,10 @@ class RouteRows:
         return sum(self._engine.release_routes(key) for key in own)
 
 
-def _unknown_ranges(data: memoryview, row_bytes: int, first: int) -> list[types_pb2.RowRange]:
-    """Runs of rows that nobody recorded; a known row has no byte 255."""
-    leading = np.frombuffer(data, np.uint8)[::row_bytes] == UNKNOWN
-    if not leading.any():
-        return []
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], leading, [False])).astype(np.int8))) + first
-    return [types_pb2.RowRange(start=int(a), end=int(b)) for a, b in edges.reshape(-1, 2)]
-
-
 class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
     """Serves RowsService over one engine's routes."""
 
-    def __init__(self, routes: RouteRows) -> None:
+    def __init__(self, routes: RowsHolder) -> None:
         self._routes = routes
 
     async def FetchRows(

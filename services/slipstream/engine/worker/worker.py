@@ -27,7 +27,7 @@ from slipstream.engine.worker.config import WorkerConfig
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.kv_events import KvEventLog
-from slipstream.engine.worker.rows import RouteRows, RowsServicer
+from slipstream.engine.worker.rows import RowsHolder, RowsServicer
 from slipstream.engine.worker.salts import Salts
 from slipstream.engine.worker.servicer import WorkerServicer
 from slipstream.engine.worker.timeline import Timeline
@@ -71,7 +71,7 @@ class Worker:
         self.updates = WorkerUpdates(engine, transport, config.replica, self._serving_version)
         self.updates.on_applied = self._record_update
         self.gate = WorkerGate(self.identity, self.updates, Salts(engine))
-        self.routes = RouteRows(engine, self.identity)
+        self.routes = RowsHolder(engine, self.identity)
         self.kv_events = KvEventLog()
         timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"
         self.timeline = Timeline(timeline, config.timeline_limit_bytes)

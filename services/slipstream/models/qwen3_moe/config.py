@@ -45,8 +45,8 @@ class MoeConfig(BaseConfig):
     head_dim: int = Field(default=32, ge=2)
     """Size of one head."""
 
-    n_experts: int = Field(default=4, ge=1, le=255)
-    """Experts a layer. One byte holds an expert id; 255 is kept for "unknown"."""
+    n_experts: int = Field(default=4, ge=1, le=65536)
+    """Experts a layer. Their ids travel in a byte up to 256, in two above."""
 
     top_k: int = Field(default=2, ge=1)
     """Experts chosen for each token; their weights are renormalised to sum to 1."""

@@ -122,7 +122,7 @@ def build_model(config: MoeConfig) -> MoeModel:
         )
     )
     model.sizes = config
-    model.routes = Routes(config.n_layers, config.top_k)
+    model.routes = Routes(config.n_layers, config.top_k, config.n_experts)
     for index, block in enumerate(model.layers.values()):
         layer: Any = block
         layer.attention.inner_attention.layer = layer.moe.router.layer = index
