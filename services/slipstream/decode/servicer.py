@@ -97,7 +97,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 class PromptRoutes:
     """Says once, as soon as they are known, where the routes of a prompt are that was computed here."""
 
-    def __init__(self, routes: RouteRows, job: DecodeRequest) -> None:
+    def __init__(self, routes: RowsHolder, job: DecodeRequest) -> None:
         self._routes = routes
         self._request_id = job.request_id
         self._due = job.kv is None and job.capture_routes and len(job.token_ids) > 1
