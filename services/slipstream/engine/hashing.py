@@ -17,11 +17,21 @@ def block_hashes(salt: str, token_ids: Sequence[int], block_size: int) -> list[i
     Each is BLAKE2b (8 bytes, read little-endian) of the parent's 8 bytes followed by the block's token ids as
     little-endian int32; the parent of the first block is the same hash of the salt's UTF-8 bytes.
     """
-    parent = hashlib.blake2b(salt.encode(), digest_size=8).digest()
+    parent = root(salt)
     layout = struct.Struct(f"<{block_size}i")
     hashes = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         block = layout.pack(*token_ids[start : start + block_size])
-        parent = hashlib.blake2b(parent + block, digest_size=8).digest()
+        parent = chain(parent, block)
         hashes.append(int.from_bytes(parent, "little"))
     return hashes
+
+
+def root(salt: str) -> bytes:
+    """What stands for the parent of a first block."""
+    return hashlib.blake2b(salt.encode(), digest_size=8).digest()
+
+
+def chain(parent: bytes, block: bytes) -> bytes:
+    """The hash of a block after its parent."""
+    return hashlib.blake2b(parent + block, digest_size=8).digest()

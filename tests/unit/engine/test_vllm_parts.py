@@ -101,16 +101,11 @@ def test_a_draw_depends_on_the_position_and_not_on_draws_taken_back():
     assert (draw(1), draw(0)) == (second, first)
 
 
-def test_a_salt_remembers_its_oldest_version_and_counts_its_dead_blocks():
+def test_a_salt_remembers_its_oldest_version():
     salts = SaltVersions(kept_count=2)
     salts.use("a", V1)
     salts.use("a", V2)
     assert (salts.oldest("a"), salts.oldest("b")) == (V1, UNSET)
-    salts.filled("a", 3)
-    salts.end("a")
-    salts.end("a")
-    salts.filled("a", 1)
-    assert salts.dead_blocks == 4
     for name in ("b", "c"):
         salts.use(name, V3)
     assert salts.oldest("a") == UNSET

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from slipstream.engine.base import BusyInterval
 from slipstream.engine.embedded.busy import BusyLog
+from slipstream.engine.vllm.cache import NEWS, CacheNews
 
 _LONGEST_STEP_S = 1.0
 """A longer time since the last step was idle, for the most part."""
@@ -24,6 +25,7 @@ class Counters:
         self.prefix_hit_tokens = self.prefix_query_tokens = self.prefilled_tokens = 0
         """Of requests, not of their samples: counted by the engine."""
         self.busy_log = BusyLog()
+        self.cache = CacheNews()
         self._last_s = -_LONGEST_STEP_S
         self._recorded = asyncio.Event()
 
@@ -39,6 +41,10 @@ class Counters:
             self.running = scheduler_stats.num_running_reqs
             self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_usage = scheduler_stats.kv_cache_usage
+            if (news := (scheduler_stats.kv_connector_stats or {}).pop(NEWS, None)) is not None:
+                self.cache.absorb(news)
+            # vLLM's own loggers come after this one, and take what is left for a connector's.
+            scheduler_stats.kv_connector_stats = scheduler_stats.kv_connector_stats or None
         if iteration_stats is not None and iteration_stats.num_generation_tokens:
             prompts = iteration_stats.prompt_token_stats
             self.decoded_tokens += iteration_stats.num_generation_tokens

@@ -54,6 +54,7 @@ from slipstream.models.base import Sizes
 
 WATCH_INTERVAL_S = 0.2
 ABORT_TIMEOUT_S = 10.0
+FORGET_TIMEOUT_S = 60.0
 GREEDY_BELOW = 1e-5
 """Temperatures that vLLM's sampler takes for 0."""
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -78,6 +79,7 @@ class VllmEngine:
         self._swapping = asyncio.Lock()
         self._version: PolicyVersion | None = None
         self._update_task: asyncio.Task[UpdateReport] | None = None
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._llm: Any = None
         self.limits = EngineLimits(
             block_size_tokens=config.block_size_tokens,
@@ -96,8 +98,6 @@ class VllmEngine:
             kv_transports=(),
             truncates_sampling=False,
             chunked_prefill=True,
-            kv_events=False,
-            forgets_salts=False,
         )
         if (config.block_count - 1) * config.block_size_tokens < 2 * (sizes.max_context_tokens + 1):
             raise ValueError("block_count must hold two whole contexts, and the one block vLLM keeps for itself")
@@ -120,7 +120,8 @@ class VllmEngine:
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        self._watching.cancel()
+        for task in (self._watching, *self._forgetting):
+            task.cancel()
         if self._update_task is not None:
             await asyncio.wait((self._update_task,))
         for request_id in list(self._open):
@@ -232,10 +233,6 @@ class VllmEngine:
         for token_id, entry in zip(news.token_ids, news.logprobs or (), strict=True):
             sample.logprobs.append(entry[token_id].logprob)
         if output.finished:
-            before = len(open_request.request.token_ids)
-            size = self.limits.block_size_tokens
-            own = (before + len(sample.token_ids) - 1) // size - before // size
-            self._salts.filled(open_request.request.salt, max(own, 0))
             if news.routed_experts is not None and open_request.request.capture_routes:
                 self._keep_routes(open_request.request, sample, news.routed_experts)
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
@@ -250,8 +247,6 @@ class VllmEngine:
         self._counters.prefix_query_tokens += count
         self._counters.prefix_hit_tokens += sample.cached_token_count
         self._counters.prefilled_tokens += count - sample.cached_token_count
-        size = self.limits.block_size_tokens
-        self._salts.filled(open_request.request.salt, (count + 1) // size - sample.cached_token_count // size)
 
     def _keep_routes(self, request: DecodeRequest, sample: Sample, rows: np.ndarray) -> None:
         """Rows of the prompt but its last token go under the request, the rest under the sample."""
@@ -386,10 +381,13 @@ class VllmEngine:
             prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_id}  # nobody hits what it leaves
-        async for output in self._llm.generate(prompt, parameters, request_id):
-            rows = output.prompt_logprobs[1:]
-            return [row[token_id].logprob for token_id, row in zip(token_ids[1:], rows, strict=True)]
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_id}
+        try:
+            async for output in self._llm.generate(prompt, parameters, request_id):
+                rows = output.prompt_logprobs[1:]
+                return [row[token_id].logprob for token_id, row in zip(token_ids[1:], rows, strict=True)]
+        finally:
+            self.end_salt(request_id)
         raise RequestAborted("vLLM gave no answer to a probe")
 
     # --- Routes, load, events ------------------------------------------------------------------------
@@ -401,8 +399,19 @@ class VllmEngine:
         return self._routes.release(key)
 
     def end_salt(self, salt: str) -> None:
-        """vLLM forgets no salt: what was cached under it stays until it is evicted, and is only counted here."""
-        self._salts.end(salt)
+        if self._ended.done():
+            return
+        forgetting = asyncio.create_task(self._forget(salt))
+        self._forgetting.add(forgetting)
+        forgetting.add_done_callback(self._forgetting.discard)
+
+    async def _forget(self, salt: str) -> None:
+        """Let the scheduler evict what is cached under a salt."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with suppress(EngineDeadError, TimeoutError):  # `wait` tells of an engine that ended or hangs
+            async with asyncio.timeout(FORGET_TIMEOUT_S):
+                await self._llm.engine_core.call_utility_async("slipstream_end_salt", salt)
 
     def load(self) -> EngineLoad:
         counters = self._counters
@@ -419,13 +428,11 @@ class VllmEngine:
             decode_steps=counters.decode_steps,
             route_bytes=self._routes.size_bytes,
             routes_dropped=self._routes.dropped_rows,
-            dead_kv_bytes=min(self._salts.dead_blocks, self.limits.block_count)
-            * self.limits.block_size_tokens
-            * self.limits.kv_bytes_per_token,
+            dead_kv_bytes=counters.cache.dead_blocks * self.limits.block_size_tokens * self.limits.kv_bytes_per_token,
         )
 
     def drain_busy(self) -> list[BusyInterval]:
         return self._counters.busy_log.drain(time.time())
 
     def drain_kv_events(self) -> list[KvEvent]:
-        return []
+        return self._counters.cache.drain_events()

@@ -24,6 +24,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine takes the same core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # whole ones, by which blocks can be found
 }
 """Read by vLLM when it is imported. What is set already stays."""
 
@@ -43,6 +44,7 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any) 
     for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
+    from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -67,6 +69,7 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any) 
         num_gpu_blocks_override=config.block_count,
         enable_prefix_caching=True,
         prefix_caching_hash_algo="sha256_cbor",
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),  # our scheduler takes them
         logprobs_mode="processed_logprobs",
         enable_return_routed_experts=True,
         worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",

@@ -1,7 +1,8 @@
-"""vLLM's scheduler, with one addition: while it is paused, probes run, and nothing else.
+"""vLLM's scheduler, with two additions: while it is paused, probes run, and nothing else; and salts can end.
 
-So new weights are tried by a forward pass of their own before any request goes on with them. vLLM calls its scheduler
-interface not public: what is used of it here is covered by the tests of the engine, for the version that is pinned.
+So new weights are tried by a forward pass of their own before any request goes on with them, and what was cached under
+a salt that nobody uses any more takes no memory. vLLM calls its scheduler interface not public: what is used of it here
+is covered by the tests of the engine, for the version that is pinned.
 """
 
 # vLLM is not installed where the checks run.
@@ -11,10 +12,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm.distributed.kv_events import MEDIUM_GPU, NullEventPublisher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
+
+from slipstream.engine.vllm.cache import NEWS, CacheLedger
 
 PROBE_PREFIX = "slipstream-probe/"
 """Requests whose ids begin so run while all others are paused."""
@@ -58,9 +64,60 @@ class ProbeMixin(Scheduler):
         return output
 
 
-class ProbeScheduler(ProbeMixin):
+class LedgerPublisher(NullEventPublisher):
+    """Where vLLM publishes what happens to its blocks."""
+
+    def __init__(self, ledger: CacheLedger) -> None:
+        self._ledger = ledger
+
+    def publish(self, events: Any) -> None:
+        self._ledger.absorb(events.events)
+
+
+class CacheMixin(Scheduler):
+    """Tells of its prefix cache with the statistics of each step, and forgets salts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ledger = CacheLedger(MEDIUM_GPU)  # vLLM's word for the first tier, on the CPU too
+        self.kv_event_publisher = LedgerPublisher(self._ledger)
+
+    def end_salt(self, salt: str) -> None:
+        """Evict what is cached under a salt, also what running requests hold: nobody else finds it any more."""
+        pool = self.kv_cache_manager.block_pool
+        for block_hash, group in self._ledger.end(salt):
+            while blocks := pool.get_cached_block(block_hash, [group]):
+                pool.evict_blocks({blocks[0].block_id})
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            dead_blocks = sum(map(self._evict_blocks_of, self.running))
+            self._ledger.absorb(self.kv_cache_manager.take_events() or ())
+            news = {"dead_blocks": dead_blocks, "events": self._ledger.take()}
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), NEWS: news}
+        return stats
+
+    def _evict_blocks_of(self, request: Any) -> int:
+        """Blocks that a running request holds under a salt that ended; none of them is to be found."""
+        if not self._ledger.ended(request.cache_salt):
+            return 0
+        block_ids = {block for group in self.kv_cache_manager.get_block_ids(request.request_id) for block in group}
+        self.kv_cache_manager.block_pool.evict_blocks(block_ids)
+        return len(block_ids)
+
+
+class ProbeScheduler(CacheMixin, ProbeMixin):
     """For executors that run one step at a time: the CPU."""
 
 
-class AsyncProbeScheduler(ProbeMixin, AsyncScheduler):
+class AsyncProbeScheduler(CacheMixin, ProbeMixin, AsyncScheduler):
     """For executors that schedule ahead."""
+
+
+def _end_salt(core: Any, salt: str) -> None:
+    core.scheduler.end_salt(salt)
+    core.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=core.scheduler.make_stats())))
+
+
+EngineCoreProc.slipstream_end_salt = _end_salt  # type: ignore[attr-defined]
