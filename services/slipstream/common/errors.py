@@ -354,6 +354,27 @@ class UpdateNotOpen(SlipstreamError):
     reason = "UPDATE_NOT_OPEN"
 
 
+class NotGroupLeader(SlipstreamError):
+    """This worker does not lead its data-parallel group, or is in none. Update `metadata["leader"]`."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NOT_GROUP_LEADER"
+
+
+class GroupVetoed(SlipstreamError):
+    """Another rank of the group could not take the update: the old weights are back and serve. Begin again."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "GROUP_VETOED"
+
+
+class GroupSplit(SlipstreamError):
+    """Ranks of one group may have different weights: it is unroutable until the whole of it is updated. Begin again."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "GROUP_SPLIT"
+
+
 class VersionNotNewer(SlipstreamError):
     """`metadata["newest"]` is there already, and versions only move forward. Do not retry."""
 

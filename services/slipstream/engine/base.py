@@ -239,6 +239,9 @@ class EngineCapabilities:
     forgets_salts: bool = True
     """`end_salt` frees memory; else what was cached under the salt stays until it is evicted."""
 
+    steps_in_group: bool = False
+    """A rank that steps, pauses and swaps only together with the other ranks of its data-parallel group."""
+
 
 @dataclass(frozen=True)
 class BusyInterval:

@@ -3,7 +3,8 @@
 Loops: `watch_published` follows the broadcaster, `poll_workers` looks at the workers, `update` closes the gap between
 the two, `end_salts` tells workers which versions lost their last group. The decode pool is updated before the prefill
 pool, so that KV is never newer than what samples on it. `serving` is the lowest version among the routable workers of
-all pools, and only moves forward.
+all pools, and only moves forward. A data-parallel group is updated through its leader, and none of its ranks is
+routable unless all are, at one version.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.run.v1 import run_pb2
 from slipstream.common.errors import SlipstreamError, Unreachable, VersionNotNewer, from_rpc_error
+from slipstream.common.rank_groups import RankGroup, by_group, in_whole_groups
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.config import KeeperConfig, WorkerConfig
 from slipstream.orchestrator.metrics import MetricsFile
@@ -51,6 +53,7 @@ class Worker:
     retry_at: float = float("-inf")
     live: tuple[str, set[PolicyVersion]] = ("", set())
     """The epoch that was told, and the versions whose salts it keeps: those groups run at or are dispatched at."""
+    group: RankGroup | None = None
 
     def see(self, epoch: str, state: worker_pb2.WorkerState, version: PolicyVersion, now: float) -> bool:
         """Take in what the worker says; True when something changed."""
@@ -137,19 +140,30 @@ class VersionKeeper:
 
     def routable(self, role: str) -> list[Worker]:
         """Return the workers of a pool that take requests."""
-        return [w for w in self.workers if w.role == role and w.version and self._serves(w)]
+        pool = [worker for worker in self.workers if worker.role == role]
+        return [worker for worker in in_whole_groups(pool, self._serves) if worker.version]
 
     def behind(self) -> list[Worker]:
-        """Return the workers that can be reached and do not serve the newest published version."""
-        now = self.clock()
-        return [
-            worker
-            for worker in self.workers
-            if self._reachable(worker)
-            and worker.retry_at <= now
-            and worker.state != worker_pb2.WORKER_STATE_DRAINING
-            and (worker.version < self.published or (worker.state == worker_pb2.WORKER_STATE_STALE and self.published))
-        ]
+        """Return what can be reached and does not serve the newest published version; of a group the leader."""
+        alone = [worker for worker in self.workers if worker.group is None and self._is_behind([worker])]
+        return alone + [ranks[0] for ranks in by_group(self.workers).values() if self._is_behind(ranks)]
+
+    def _is_behind(self, ranks: Sequence[Worker]) -> bool:
+        """Whether a worker, or a group of which all ranks are there, has to be updated and can be."""
+        group = ranks[0].group
+        if group is not None and (group.rank != 0 or len(ranks) != group.size):
+            return False  # ranks that were never seen
+        can = ranks[0].retry_at <= self.clock() and all(
+            self._reachable(rank) and rank.state != worker_pb2.WORKER_STATE_DRAINING for rank in ranks
+        )
+        return can and any(
+            rank.version < self.published or (rank.state == worker_pb2.WORKER_STATE_STALE and bool(self.published))
+            for rank in ranks
+        )
+
+    def _ranks(self, worker: Worker) -> list[Worker]:
+        """The worker, or all ranks of its group."""
+        return [worker] if worker.group is None else by_group(self.workers)[worker.group.group_id]
 
     def worker_versions(self) -> list[run_pb2.WorkerVersion]:
         """Return the workers as the run's state shows them."""
@@ -234,6 +248,7 @@ class VersionKeeper:
         finally:
             worker.updating = False
         worker.see(worker.epoch, finished.state, PolicyVersion.from_proto(finished.version), self.clock())
+        await asyncio.gather(*(self._look(rank) for rank in self._ranks(worker) if rank is not worker))
         worker.failures = 0
         self.applied += 1
         figures = {
@@ -259,7 +274,7 @@ class VersionKeeper:
         if isinstance(error, VersionNotNewer):
             # It refitted itself meanwhile: no failure. The pause keeps a worker that contradicts itself from spinning.
             log.debug("update_not_needed", worker=worker.replica, policy_version=str(version))
-            await self._look(worker)
+            await self._look_at_all(worker)
             if worker.version < version:
                 worker.retry_at = self.clock() + self.config.refit_backoff_s
             return
@@ -276,7 +291,7 @@ class VersionKeeper:
         self.metrics.write(
             "update_failed", version=str(version), replica=worker.replica, stage=stage, reason=error.reason
         )
-        await self._look(worker)
+        await self._look_at_all(worker)
 
     def _back_off(self, worker: Worker) -> None:
         worker.failures += 1
@@ -290,6 +305,9 @@ class VersionKeeper:
             self.on_published(version)
             self.changed.notify()
 
+    async def _look_at_all(self, worker: Worker) -> None:
+        await asyncio.gather(*(self._look(rank) for rank in self._ranks(worker)))
+
     async def _look(self, worker: Worker) -> bool:
         try:
             answer = await worker.stub.GetWorker(
@@ -298,7 +316,7 @@ class VersionKeeper:
         except grpc.aio.AioRpcError:
             return False
         version = PolicyVersion.from_proto(answer.version)
-        worker.stale_reason = answer.stale_reason
+        worker.stale_reason, worker.group = answer.stale_reason, RankGroup.of(answer)
         if worker.state != answer.state and answer.state == worker_pb2.WORKER_STATE_STALE:
             log.warning("worker_stale", worker=worker.replica, reason=answer.stale_reason)
         return worker.see(answer.epoch, answer.state, version, self.clock())

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.common.errors import NoWorker, PoolSaturated
+from slipstream.common.rank_groups import in_whole_groups
 from slipstream.common.version import PolicyVersion
 from slipstream.router.pool import Worker
 
@@ -46,8 +47,8 @@ class PlacementPolicy:
     def choose(self, pool_name: str, workers: Sequence[Worker], demand: Demand, now_s: float) -> Worker:
         """Pick the worker of one pool.
 
-        Never one that is stale, silent or below the asked version, however idle it is. Replicas to
-        avoid are offered only when nothing else is left.
+        Never one that is stale, silent or below the asked version, however idle it is, nor a rank of a group that has
+        one. Replicas to avoid are offered only when nothing else is left.
 
         Raises:
             NoWorker: no worker of the pool can serve the version.
@@ -55,8 +56,8 @@ class PlacementPolicy:
         """
         able = [
             worker
-            for worker in workers
-            if worker.routable(now_s, self.silence_s) and worker.version >= demand.min_version
+            for worker in in_whole_groups(workers, lambda worker: worker.routable(now_s, self.silence_s))
+            if worker.version >= demand.min_version
         ]
         if not able:
             raise NoWorker(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.api.inference.v1 import worker_pb2
+from slipstream.common.rank_groups import RankGroup
 from slipstream.common.version import UNSET, PolicyVersion
 
 KV_EVENT = struct.Struct("<BQ")
@@ -61,6 +62,7 @@ class Worker:
     role: worker_pb2.WorkerRole
     prefix: PrefixIndex
     epoch: str = ""
+    group: RankGroup | None = None
     state: worker_pb2.WorkerState = worker_pb2.WORKER_STATE_UNSPECIFIED
     version: PolicyVersion = UNSET
     load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
@@ -73,6 +75,7 @@ class Worker:
         """Take a load report in; true if state, version or epoch changed."""
         version = PolicyVersion.from_proto(report.version)
         changed = (report.epoch, report.state, version) != (self.epoch, self.state, self.version)
+        self.group = RankGroup.of(report)
         if report.epoch != self.epoch or report.kv_events_reset:
             self.prefix.clear()
         self.epoch, self.state, self.version = report.epoch, report.state, version
@@ -86,6 +89,7 @@ class Worker:
         self.reported_at_s = float("-inf")
 
     def routable(self, now_s: float, silence_s: float) -> bool:
+        """Whether it takes requests, as far as it alone is concerned: see `in_whole_groups`."""
         return self.state == worker_pb2.WORKER_STATE_SERVING and now_s - self.reported_at_s <= silence_s
 
     @property

@@ -13,6 +13,7 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.common.errors import InvalidRequest
 from slipstream.common.idempotency import RequestMemory
+from slipstream.common.rank_groups import in_whole_groups
 from slipstream.common.version import PolicyVersion
 from slipstream.router import telemetry
 from slipstream.router.leases import Placement, PlacementLeases
@@ -123,6 +124,8 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
 
     def _describe(self) -> list[routing_pb2.RoutedWorker]:
         now_s = time.monotonic()
+        silence_s = self._policy.silence_s
+        routable = {worker.replica for worker in in_whole_groups(self._pool, lambda w: w.routable(now_s, silence_s))}
         return [
             routing_pb2.RoutedWorker(
                 ref=_ref(worker),
@@ -130,9 +133,10 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
                 state=worker.state,
                 version=worker.version.to_proto(),
                 load=worker.load,
-                routable=worker.routable(now_s, self._policy.silence_s),
+                routable=worker.replica in routable,
                 placement_count=worker.placement_count,
                 report_age_ms=-1 if worker.reported_at_s < 0 else int((now_s - worker.reported_at_s) * 1000),
+                group=worker.group.to_proto() if worker.group is not None else None,
             )
             for worker in sorted(self._pool, key=lambda worker: worker.replica)
         ]

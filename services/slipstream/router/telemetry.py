@@ -8,6 +8,7 @@ from prometheus_client import Counter
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.metrics import Reading
+from slipstream.common.rank_groups import in_whole_groups
 from slipstream.router.leases import PlacementLeases
 from slipstream.router.pool import WorkerPool
 
@@ -32,7 +33,7 @@ def observe(pool: WorkerPool, leases: PlacementLeases, silence_s: float) -> None
     def routable() -> dict[str, float]:
         now_s = time.monotonic()
         return {
-            name: sum(worker.routable(now_s, silence_s) for worker in pool.of_role(role))
+            name: len(in_whole_groups(pool.of_role(role), lambda worker: worker.routable(now_s, silence_s)))
             for name, role in _ROLES.items()
         }
 

@@ -194,15 +194,17 @@ def assemble(manifest: Manifest, data: bytearray) -> dict[str, np.ndarray]:
     return tensors
 
 
-def verify_tensors(manifest: Manifest, live: Mapping[str, Any]) -> int:
+def verify_tensors(manifest: Manifest, live: Mapping[str, Any], *, partly: bool = False) -> int:
     """Compare the checksum of every slice with an engine's live parameters; return how many were compared.
 
-    Raises `WeightsCorrupt` at the first that differs. The names on both sides must be the same.
+    Raises `WeightsCorrupt` at the first that differs. The names on both sides must be the same, but for those that
+    a rank of several leaves to the others: `partly`.
     """
     names = {part.name for part in manifest.slices}
-    if names != live.keys():
+    if names != live.keys() and not (partly and names > live.keys()):
         raise WeightsCorrupt("parameters and manifest differ in names", slice=min(names ^ live.keys()))
-    for part in manifest.slices:
+    held = [part for part in manifest.slices if part.name in live]
+    for part in held:
         values = np.asarray(live[part.name])
         if tuple(values.shape) != part.global_shape or part.dtype not in _DTYPES:
             raise WeightsCorrupt(f"{part.name} has another shape or type in the engine", slice=part.name)
@@ -210,4 +212,4 @@ def verify_tensors(manifest: Manifest, live: Mapping[str, Any]) -> int:
         box = box.astype(_DTYPES[part.dtype], copy=False)
         if slice_checksum(part.name, box, part.global_shape, part.offsets) != part.checksum:
             raise WeightsCorrupt(f"checksum of {part.name} differs", slice=part.name, version=manifest.version)
-    return len(manifest.slices)
+    return len(held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from slipstream.broadcaster.servicer import BroadcastServicer
 from slipstream.broadcaster.store import VersionStore
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
+from slipstream.common.channels import Channels
+from slipstream.common.config import ListenConfig
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.runtime import build_server
 from slipstream.common.version import UNSET, PolicyVersion
@@ -35,7 +38,9 @@ from slipstream.decode.config import DecodeConfig
 from slipstream.decode.kv_client import KvClient
 from slipstream.decode.servicer import decode_servicers
 from slipstream.engine.embedded.config import EmbeddedConfig
+from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.engine.worker.worker import Worker
+from slipstream.launcher.ports import bindable, candidate_ports
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.prefill.config import PrefillConfig
 from slipstream.prefill.servicer import prefill_servicers
@@ -48,6 +53,11 @@ SIZES = MoeConfig(
 ENGINE = EmbeddedConfig(block_size_tokens=4, block_count=1024, max_running_samples=16)
 PROBE_TOKENS = [1, 2, 3, 5, 8, 13]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, and that no other server is given: a channel to a dead rank goes on trying."""
+    return list(islice((port for port in candidate_ports() if bindable(port)), count))
 
 
 class SharedState:
@@ -72,6 +82,8 @@ class Member:
         self.server = server
         self.kv = kv
         self.tasks: list[asyncio.Task[Any]] = []
+        self.ranks: Channels
+        self.made_of: tuple[str, str, dict[str, Any]]
         self.channel = open_channel(worker.identity.address, Access())
         self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.rows = rows_pb2_grpc.RowsServiceStub(self.channel)
@@ -119,6 +131,7 @@ class Member:
 
     async def stop(self) -> None:
         await self.channel.close()
+        await self.ranks.close()
         await self.server.stop(None)
         for task in self.tasks:
             task.cancel()
@@ -189,26 +202,47 @@ class Cluster:
         tensors = {name: tensor.numpy() for name, tensor in to_hf(self.model(version)).items()}
         return await self.transport.publish(version, tensors, Probe(tuple(PROBE_TOKENS), tuple(probe), 1e-3))
 
+    async def add_group(self, kind: str, size: int, vote_timeout_s: float = 5.0) -> list[Member]:
+        """The ranks of one data-parallel group, the leader first."""
+        ports = free_ports(size)
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        ranks = []
+        for rank, port in enumerate(ports):
+            place = {"group_id": f"{kind}-1", "rank": rank, "addresses": addresses}
+            group = RankGroupConfig(**place, vote_timeout_s=vote_timeout_s)  # type: ignore[arg-type]
+            ranks.append(await self.add_worker(kind, f"{kind}-1-{rank}", listen=ListenConfig(port=port), group=group))
+        return ranks
+
+    async def restart(self, member: Member, transport: Any = None) -> Member:
+        """Another life of a worker, at the same address."""
+        self.members.remove(member)
+        await member.stop()
+        kind, replica, fields = member.made_of
+        return await self.add_worker(kind, replica, transport, **fields)
+
     async def add_worker(self, kind: str, replica: str = "", transport: Any = None, **fields: Any) -> Member:
         from slipstream.engine.embedded.engine import EmbeddedEngine
 
         config_class = PrefillConfig if kind == "prefill" else DecodeConfig
         config = self.make_config(config_class, replica=replica or f"{kind}-1", **fields)
         engine = EmbeddedEngine(SIZES, config.engine if "engine" in fields else ENGINE)
+        ranks = Channels(lambda address: open_channel(address, Access()))
         await engine.start()
         transport = transport or GrpcWeightTransport(self.channel)
         kv = None
         if kind == "prefill":
-            worker = Worker(config, worker_pb2.WORKER_ROLE_PREFILL, engine, transport, self.state)
+            worker = Worker(config, worker_pb2.WORKER_ROLE_PREFILL, engine, transport, self.state, ranks.get)
             servicers = prefill_servicers(worker, ENGINE.transfer_ttl_s)
         else:
-            worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state)
+            worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state, ranks.get)
             kv = KvClient(Access(), ENGINE.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
             servicers = decode_servicers(worker, kv)
         server, port = build_server(config, [*worker.servicers(), *servicers])
         await server.start()
         await worker.bound(port)
         member = Member(worker, server, kv)
+        member.ranks = ranks
+        member.made_of = (kind, replica, fields)
         loops: list[Coroutine[Any, Any, Any]] = [worker.updates.follow(), worker.observe()]
         loops += [kv.release_for_ever(0.05)] if kv else []
         member.tasks = [asyncio.get_running_loop().create_task(loop) for loop in loops]

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipstream.common.config import ServiceConfig
+from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.common.rank_groups import RankGroup
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.vllm.config import VllmConfig
 
@@ -25,6 +26,37 @@ EngineConfig = Annotated[
 """`type = "embedded"` (the default) or `type = "vllm"`; the rest are that engine's sizes."""
 
 
+class RankGroupConfig(BaseConfig):
+    """The data-parallel group that a worker is a rank of: updated as one, and healthy as one."""
+
+    group_id: str = ""
+    """Its name in the run, e.g. "decode-1". Empty: the worker stands alone."""
+
+    rank: int = Field(default=0, ge=0)
+    """This worker's rank. Rank 0 leads."""
+
+    addresses: list[str] = Field(default_factory=list)
+    """host:port of every rank's gRPC server, by rank."""
+
+    rendezvous: str = ""
+    """host:port where ranks that step together find each other (vLLM); bound by rank 0."""
+
+    vote_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time that a rank stands paused while the others swap and check; then the old weights go back."""
+
+    @model_validator(mode="after")
+    def _rank_has_an_address(self) -> RankGroupConfig:
+        if self.group_id and self.rank >= len(self.addresses):
+            raise ValueError(f"rank {self.rank} of {self.group_id} has no address: {len(self.addresses)} are given")
+        return self
+
+    @property
+    def place(self) -> RankGroup | None:
+        if not self.group_id:
+            return None
+        return RankGroup(self.group_id, self.rank, len(self.addresses), self.addresses[0])
+
+
 class WorkerConfig(ServiceConfig):
     """One engine behind one endpoint."""
 
@@ -33,6 +65,9 @@ class WorkerConfig(ServiceConfig):
 
     engine: EngineConfig = EmbeddedConfig()
     """Which engine, and its sizes."""
+
+    group: RankGroupConfig = RankGroupConfig()
+    """Its data-parallel group."""
 
     fetch_timeout_s: float = Field(default=60.0, gt=0)
     """Time to fetch one version of the weights."""

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.api.inference.v1 import worker_pb2
+from slipstream.common.rank_groups import RankGroup
 
 
 def new_epoch() -> str:
@@ -16,9 +17,10 @@ def new_epoch() -> str:
 
 @dataclass
 class WorkerIdentity:
-    """Name, pool, epoch and address. The address is known once the port is bound."""
+    """Name, pool, epoch, address, and place in a data-parallel group. The address is known once the port is bound."""
 
     replica: str
     role: worker_pb2.WorkerRole
     address: str = ""
+    group: RankGroup | None = None
     epoch: str = field(default_factory=new_epoch)

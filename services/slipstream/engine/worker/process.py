@@ -13,6 +13,7 @@ import structlog
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
+from slipstream.common.channels import Channels
 from slipstream.common.config import ConfigError
 from slipstream.common.runtime import serve
 from slipstream.common.state import State
@@ -45,7 +46,9 @@ async def run_worker(
     await engine.start()
     state = State(config.redis.url, config.run_id)
     channel = open_channel(config.broadcaster, access)
-    worker = Worker(config, role, engine, GrpcWeightTransport(channel, config.fetch_timeout_s), state)
+    ranks = Channels(lambda address: open_channel(address, access))
+    transport = GrpcWeightTransport(channel, config.fetch_timeout_s)
+    worker = Worker(config, role, engine, transport, state, ranks.get)
     pool = build_pool(worker, access)
     try:
         await serve(
@@ -60,6 +63,7 @@ async def run_worker(
             await pool.close()
         await worker.close()
         await channel.close()
+        await ranks.close()
         await state.close()
 
 

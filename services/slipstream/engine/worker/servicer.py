@@ -13,6 +13,7 @@ from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import Engine
 from slipstream.engine.worker.gate import WorkerGate
+from slipstream.engine.worker.group import Updater
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.kv_events import KvEventLog
 from slipstream.engine.worker.updates import WorkerState, WorkerUpdates
@@ -36,6 +37,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         identity: WorkerIdentity,
         engine: Engine,
         updates: WorkerUpdates,
+        updater: Updater,
         gate: WorkerGate,
         kv_events: KvEventLog,
         engine_name: str = "embedded",
@@ -43,6 +45,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._identity = identity
         self._engine = engine
         self._updates = updates
+        self._updater = updater
         self._gate = gate
         self._kv_events = kv_events
         limits = engine.limits
@@ -79,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             capabilities=self._capabilities,
             load=self._load(),
             stale_reason=self._updates.stale_reason,
+            group=self._group(),
         )
 
     async def WatchLoad(
@@ -86,7 +90,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         interval_s = 1 / (request.max_per_second or MAX_REPORTS_PER_SECOND)
         last, sent_s, due_s = None, 0.0, time.monotonic()
-        report = worker_pb2.WatchLoadResponse(epoch=self._identity.epoch, role=self._identity.role)
+        report = worker_pb2.WatchLoadResponse(epoch=self._identity.epoch, role=self._identity.role, group=self._group())
         with self._kv_events.follower() as follower:
             while True:
                 changed, now_s = self._updates.changed, time.monotonic()
@@ -110,18 +114,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.BeginUpdateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.BeginUpdateResponse:
         self._gate.check_epoch(request.worker_epoch)
-        fetched = await self._updates.begin(
-            request.update_id,
-            request.holder,
-            PolicyVersion.from_proto(request.version),
-            request.lease_ttl_ms / 1000,
-        )
+        fetched = await self._updater.begin(request)
         return worker_pb2.BeginUpdateResponse(worker_epoch=self._identity.epoch, fetched_bytes=fetched)
 
     async def ApplyUpdate(
         self, request: worker_pb2.ApplyUpdateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ApplyUpdateResponse:
-        applied = await self._updates.apply(request.update_id)
+        applied = await self._updater.apply(request)
         return worker_pb2.ApplyUpdateResponse(
             pause_us=round(applied.report.pause_s * 1e6),
             apply_us=round(applied.report.apply_s * 1e6),
@@ -134,13 +133,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def FinishUpdate(
         self, request: worker_pb2.FinishUpdateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.FinishUpdateResponse:
-        self._updates.finish(request.update_id)
+        await self._updater.finish(request)
         return worker_pb2.FinishUpdateResponse(version=self._updates.version.to_proto(), state=self._state())
 
     async def AbortUpdate(
         self, request: worker_pb2.AbortUpdateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.AbortUpdateResponse:
-        self._updates.abort(request.update_id)
+        await self._updater.abort(request)
         return worker_pb2.AbortUpdateResponse(version=self._updates.version.to_proto())
 
     async def EndSalts(
@@ -150,6 +149,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         running = {PolicyVersion.from_proto(version) for version in request.running_versions}
         ended = self._gate.salts.keep(running, PolicyVersion.from_proto(request.dispatch_version))
         return worker_pb2.EndSaltsResponse(ended_salt_count=ended)
+
+    async def VoteUpdate(
+        self, request: worker_pb2.VoteUpdateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.VoteUpdateResponse:
+        return await self._updater.vote(request)
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -164,6 +168,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _state(self) -> worker_pb2.WorkerState:
         return worker_pb2.WORKER_STATE_DRAINING if self._gate.draining else _STATES[self._updates.state]
+
+    def _group(self) -> worker_pb2.RankGroup | None:
+        group = self._identity.group
+        return group.to_proto() if group is not None else None
 
     def _load(self) -> worker_pb2.Load:
         load = self._engine.load()

@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from slipstream.common.errors import (
+    GroupVetoed,
     RequestIdReused,
     SlipstreamError,
     UpdateInProgress,
@@ -31,6 +32,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import Engine, UpdateReport
+from slipstream.engine.worker.ballot import Voice
 from slipstream.engine.worker.verification import Verification
 from slipstream.weights.manifest import Manifest
 from slipstream.weights.transport import WeightTransport
@@ -93,12 +95,15 @@ class WorkerUpdates:
         replica: str,
         serving_version: Callable[[], Awaitable[PolicyVersion]],
         clock: Callable[[], float] = time.monotonic,
+        refits: bool = True,
     ) -> None:
+        """`refits`: load weights at start without being told; ranks that step together cannot, each by itself."""
         self._engine = engine
         self._transport = transport
         self._replica = replica
         self._serving_version = serving_version
         self._clock = clock
+        self._refits = refits
         self._open: OpenUpdate | None = None
         self._closed: OpenUpdate | None = None
         self._prefetched: Weights | None = None
@@ -126,8 +131,8 @@ class WorkerUpdates:
         async with self._refitting:  # at start: a version that comes in by itself needs no update
             return await self._begin(update_id, holder, version, ttl_s)
 
-    async def apply(self, update_id: str) -> Applied:
-        """Swap and verify. A repeat answers the same."""
+    async def apply(self, update_id: str, voice: Voice | None = None) -> Applied:
+        """Swap and verify, in a group only if all its ranks can. A repeat answers the same."""
         if self._closed is not None and self._closed.update_id == update_id and self._closed.applied:
             return self._closed.applied
         update = self._find(update_id)
@@ -135,7 +140,7 @@ class WorkerUpdates:
             if update.swap is None:
                 if update.weights is None:
                     raise UpdateNotOpen("BeginUpdate has not returned yet", update_id=update_id)
-                update.swap = asyncio.get_running_loop().create_task(self._swap(update, update.weights))
+                update.swap = asyncio.get_running_loop().create_task(self._swap(update, update.weights, voice))
                 update.swap.add_done_callback(_retrieve)
             return await asyncio.shield(update.swap)
 
@@ -169,7 +174,7 @@ class WorkerUpdates:
 
     async def _published(self, version: PolicyVersion) -> None:
         try:
-            if self._engine.version is None:
+            if self._engine.version is None and self._refits:
                 await self._refit(version)
             elif version > self.version:
                 async with self._fetching:
@@ -239,12 +244,16 @@ class WorkerUpdates:
         manifest = await self._transport.manifest(version)
         self._prefetched = Weights(manifest, await self._transport.fetch(manifest))
 
-    async def _swap(self, update: OpenUpdate, weights: Weights) -> Applied:
-        verification = Verification(weights.manifest)
+    async def _swap(self, update: OpenUpdate, weights: Weights, voice: Voice | None) -> Applied:
+        verification = Verification(weights.manifest, voice)
         try:
             report = await self._engine.update(update.version, weights.tensors, verification)
         except Exception as error:  # whatever it was: the engine rolled back, and these weights are not to be trusted
             self._drop(update)
+            if isinstance(error, GroupVetoed):  # these weights are good, and so are the old ones
+                log.warning("update_vetoed", policy_version=str(update.version), detail=error.message)
+                raise
+            await asyncio.to_thread(verification.failed, error)
             self._forget(update.version)
             self._fail(f"update to {update.version}: {error}")
             if isinstance(error, SlipstreamError):

@@ -1,7 +1,7 @@
 """What new weights must pass before the engine goes on: checksums of all slices, then the trainer's probe.
 
-Runs on the engine's thread inside the pause. The probe is there too, not after the resume: no token is sampled on
-weights without a verdict, so none has to be held or dropped.
+Runs on the engine's thread inside the pause; in a group, each part ends when all ranks have passed it. The probe is
+there too, not after the resume: no token is sampled on weights without a verdict, so none has to be held or dropped.
 """
 
 from __future__ import annotations
@@ -11,23 +11,43 @@ import time
 
 from slipstream.common.errors import ProbeFailed
 from slipstream.engine.base import PausedEngine
+from slipstream.engine.worker.ballot import CHECKSUM, PREPARED, PROBE, Voice
 from slipstream.weights.manifest import Manifest, verify_tensors
 
 
 class Verification:
-    """Called with the paused engine; raises `WeightsCorrupt` or `ProbeFailed`, else keeps its figures."""
+    """Called with the paused engine; raises `WeightsCorrupt`, `ProbeFailed` or a veto, else keeps its figures.
 
-    def __init__(self, manifest: Manifest) -> None:
+    Ranks that can only step together must all probe or none: hence a vote before the probe, and not after it alone.
+    """
+
+    def __init__(self, manifest: Manifest, voice: Voice | None = None) -> None:
         self._manifest = manifest
+        self._voice = voice
         self.slice_count = 0
         self.probe_max_abs_error = 0.0
         self.duration_s = 0.0
 
     def __call__(self, engine: PausedEngine) -> None:
         started_s = time.perf_counter()
-        self.slice_count = verify_tensors(self._manifest, engine.parameters())
+        live = engine.parameters()
+        self.slice_count = verify_tensors(self._manifest, live, partly=self._voice is not None)
+        if self._voice is not None:
+            self._voice.good(CHECKSUM, bytes(part.name in live for part in self._manifest.slices))
         self._probe(engine)
         self.duration_s = time.perf_counter() - started_s
+        if self._voice is not None:
+            self._voice.good(PROBE)
+
+    def prepared(self) -> None:
+        """Called before the pause by engines whose ranks can only pause together; waits for all of them."""
+        if self._voice is not None:
+            self._voice.good(PREPARED)
+
+    def failed(self, error: Exception) -> None:
+        """Tell the group that this rank does not go on; called while it is still paused, where the engine can."""
+        if self._voice is not None:
+            self._voice.failed(f"{type(error).__name__}: {error}")
 
     def _probe(self, engine: PausedEngine) -> None:
         probe = self._manifest.probe

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | engine | nothing; ends the process if the engine's thread dies | the thread | its end |
 | versions | published versions, to refit and prefetch | the broadcaster's stream | a seal, or a reconnect every 0.5 s |
+| peers | the other ranks, where all step together | its clock, once a second | one that ends, and this one with it |
 | observe | cache events and busy intervals of the engine | its clock, 10 times a second | time |
 """
 
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import grpc
 import structlog
 
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
@@ -25,6 +27,7 @@ from slipstream.engine.base import Engine
 from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.config import WorkerConfig
 from slipstream.engine.worker.gate import WorkerGate
+from slipstream.engine.worker.group import Peers, SoleRank, Updater, join
 from slipstream.engine.worker.identity import WorkerIdentity
 from slipstream.engine.worker.kv_events import KvEventLog
 from slipstream.engine.worker.rows import RowsHolder, RowsServicer
@@ -65,10 +68,26 @@ class Worker:
         engine: RunningEngine,
         transport: WeightTransport,
         state: SharedVersions,
+        open_channel: Callable[[str], grpc.aio.Channel] | None = None,
     ) -> None:
+        """`open_channel`: to the other ranks of its group, if it is in one."""
         self.engine = engine
-        self.identity = WorkerIdentity(config.replica, role)
-        self.updates = WorkerUpdates(engine, transport, config.replica, self._serving_version)
+        group = config.group.place
+        self.identity = WorkerIdentity(config.replica, role, group=group)
+        refits = not engine.capabilities.steps_in_group
+        self.updates = WorkerUpdates(engine, transport, config.replica, self._serving_version, refits=refits)
+        self.updater: Updater = SoleRank(self.updates)
+        self.peers: Peers | None = None
+        if group is not None:
+            assert open_channel is not None
+            self.updater, self.peers = join(
+                group,
+                config.group.addresses,
+                self.identity.epoch,
+                self.updates,
+                open_channel,
+                config.group.vote_timeout_s,
+            )
         self.updates.on_applied = self._record_update
         self.gate = WorkerGate(self.identity, self.updates, Salts(engine))
         self.routes = RowsHolder(engine, self.identity)
@@ -82,14 +101,21 @@ class Worker:
 
     def servicers(self) -> list[Servicer]:
         """What both pools serve."""
-        worker = WorkerServicer(self.identity, self.engine, self.updates, self.gate, self.kv_events)
+        worker = WorkerServicer(self.identity, self.engine, self.updates, self.updater, self.gate, self.kv_events)
         return [
             (worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "slipstream.api.inference.v1.WorkerService"),
             (rows_pb2_grpc.add_RowsServiceServicer_to_server, RowsServicer(self.routes), _ROWS_SERVICE),
         ]
 
     def loops(self) -> dict[str, Callable[[], Awaitable[Any]]]:
-        return {"engine": self.engine.wait, "versions": self.updates.follow, "observe": self.observe}
+        loops: dict[str, Callable[[], Awaitable[Any]]] = {
+            "engine": self.engine.wait,
+            "versions": self.updates.follow,
+            "observe": self.observe,
+        }
+        if self.peers is not None and self.engine.capabilities.steps_in_group:
+            loops["peers"] = self.peers.watch
+        return loops
 
     async def bound(self, port: int) -> None:
         """Take note of the port that peers reach this worker at."""
@@ -113,6 +139,8 @@ class Worker:
         self.timeline.close()
 
     async def _serving_version(self) -> PolicyVersion:
+        if self.peers is not None and (version := await self.peers.version()):
+            return version
         try:
             return await self._state.version(SERVING)
         except StateUnavailable as error:
