@@ -260,9 +260,12 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Call it in the child, first of all."""
-    parent = os.getppid()
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends. Call it in the child, first of all.
+
+    Say who the parent is where it may have ended already.
+    """
+    parent = os.getppid() if parent is None else parent
     libc = ctypes.CDLL(None, use_errno=True)
     pr_set_pdeathsig = 1
     if libc.prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0) != 0:

@@ -2,6 +2,8 @@
 
 | combination | what would happen |
 |---|---|
+| prefill and decode workers with different engines | neither can read the other's KV |
+| prefill workers with vLLM | it has no way to hand KV over |
 | blocks of prefill and decode of different sizes | prefix hashes never match |
 | fewer KV blocks than two whole contexts | the engine does not start |
 | fewer running samples than a group has | no group runs whole |
@@ -46,17 +48,12 @@ def check_combinations(config: RunConfig, origins: Origins) -> None:
 
 
 def _engines(config: RunConfig) -> Iterator[Problem]:
-    prefill, decode = config.section("prefill"), config.section("decode")
-    sizes: dict[str, Any] = {"prefill": getattr(prefill, "engine", None), "decode": getattr(decode, "engine", None)}
+    engines: dict[str, Any] = {pool: _of(config, pool, "engine") for pool in ("prefill", "decode")}
     if not config.replicas("prefill"):
-        del sizes["prefill"]
-    elif sizes["prefill"].block_size_tokens != sizes["decode"].block_size_tokens:
-        yield (
-            ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),
-            f"is {sizes['prefill'].block_size_tokens}, decode.engine.block_size_tokens is "
-            f"{sizes['decode'].block_size_tokens}; they must be the same",
-        )
-    for pool, engine in sizes.items():
+        del engines["prefill"]
+    else:
+        yield from _handed_over(engines["prefill"], engines["decode"])
+    for pool, engine in engines.items():
         context = config.model.max_context_tokens
         needed = 2 * -(-context // engine.block_size_tokens)
         if engine.block_count < needed and not _initial_model(config):
@@ -66,11 +63,30 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
                 f"{engine.block_size_tokens} tokens",
             )
     samples = _of(config, "orchestrator", "samples_per_group")
-    if sizes["decode"].max_running_samples < samples:
+    if engines["decode"].max_running_samples < samples:
         yield (
             ("decode.engine.max_running_samples", "orchestrator.samples_per_group"),
-            f"is {sizes['decode'].max_running_samples}, below orchestrator.samples_per_group = {samples}: "
+            f"is {engines['decode'].max_running_samples}, below orchestrator.samples_per_group = {samples}: "
             "no group would ever run whole",
+        )
+
+
+def _handed_over(prefill: Any, decode: Any) -> Iterator[Problem]:
+    """KV moves between two pools."""
+    alone = "or set prefill.replicas = 0: decode workers then compute the prompts themselves"
+    if prefill.type != decode.type:
+        yield (
+            ("prefill.engine.type", "decode.engine.type"),
+            f'is "{prefill.type}", decode.engine.type is "{decode.type}", which cannot read its KV; give both the same '
+            f"engine, {alone}",
+        )
+    if prefill.type == "vllm":
+        yield ("prefill.engine.type",), f'is "vllm", which hands no KV over; take another engine, {alone}'
+    if prefill.block_size_tokens != decode.block_size_tokens:
+        yield (
+            ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),
+            f"is {prefill.block_size_tokens}, decode.engine.block_size_tokens is {decode.block_size_tokens}; they must "
+            "be the same",
         )
 
 

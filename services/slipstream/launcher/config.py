@@ -162,6 +162,11 @@ class RunConfig(BaseConfig):
     def replicas(self, service: str) -> int:
         return getattr(self.section(service), "replicas", 1)
 
+    def pools_with(self, engine: str) -> list[str]:
+        """The pools of workers that run this engine."""
+        sections: dict[str, Any] = {pool: self.section(pool) for pool in ("prefill", "decode")}
+        return [pool for pool, each in sections.items() if each.replicas and each.engine.type == engine]
+
 
 class _MadeRunConfig(RunConfig, _Made):
     pass

@@ -68,6 +68,7 @@ def _checks(config: RunConfig, redis_url: str | None) -> list[Callable[[], Findi
         machine.check_files,
         machine.check_clock,
         machine.check_gpu,
+        lambda: machine.check_vllm(bool(config.pools_with("vllm"))),
         lambda: of_run.check_jail(bwrap),
         lambda: of_run.check_ports(len(replicas_of(config))),
         of_run.check_valkey,

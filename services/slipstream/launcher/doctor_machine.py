@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from slipstream.common.config import ConfigError
+from slipstream.engine.vllm.installed import find_vllm
 from slipstream.launcher.memory import MIB, available_bytes
 
 PACKAGES = ("torch", "torchtitan", "grpcio", "protobuf", "pydantic", "numpy", "tokenizers", "reasoning-gym")
@@ -146,6 +148,16 @@ def kernel_clock_synchronised() -> bool | None:
     except (OSError, AttributeError):
         return None
     return None if state < 0 else state != TIME_ERROR
+
+
+def check_vllm(asked: bool, find: Callable[[], str] = find_vllm) -> Finding:
+    """Whether the engine is there that a run may ask for."""
+    try:
+        return Finding("ok", "vllm", find())
+    except ConfigError as error:
+        if asked:
+            return Finding("FAILED", "vllm", str(error))
+        return Finding("ok", "vllm", "not installed, and not asked for")
 
 
 def check_gpu(devices: Path = Path("/dev")) -> Finding:

@@ -20,6 +20,12 @@ WORKER_COPIES = 3
 """Weights served, weights fetched, and the bytes they came in."""
 
 
+VLLM_MIB = 1100
+"""The same of a worker with vLLM, its two processes together."""
+VLLM_COPIES = 6
+"""The above, the version in use as vLLM reads it, its parameters, and those packed for its kernels."""
+
+
 def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
     """A lower bound of what all processes of a run take together."""
     sizes = sizes or config.model
@@ -30,7 +36,8 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
         engine: Any = getattr(config.section(pool), "engine", None)
         tokens = engine.block_count * engine.block_size_tokens
         kv = 4 * tokens * sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim
-        total += config.replicas(pool) * (MIB * BASE_MIB[pool] + WORKER_COPIES * weights + kv)
+        base, copies = (VLLM_MIB, VLLM_COPIES) if engine.type == "vllm" else (BASE_MIB[pool], WORKER_COPIES)
+        total += config.replicas(pool) * (MIB * base + copies * weights + kv)
     return total + config.replicas("runner") * MIB * BASE_MIB["runner"]
 
 

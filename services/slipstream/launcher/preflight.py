@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
 from slipstream.common.tls import try_certificates
+from slipstream.engine.vllm.installed import find_vllm
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
@@ -33,6 +34,7 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True) -> N
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
     if machine:
+        _vllm(config, origins)
         _bubblewrap(config, origins)
         try_certificates(config.tls)
     _environments(config, origins, sizes, trainer.initial_model)
@@ -43,6 +45,11 @@ def _vocabulary(vocab_size: int, origins: Origins) -> None:
     if 0 < vocab_size < needed:
         where = origins.located("model.vocab_size")
         raise ConfigError(f"{where} is {vocab_size}; the tokenizer has {needed} tokens; set it to that, or to 0")
+
+
+def _vllm(config: RunConfig, origins: Origins) -> None:
+    for pool in config.pools_with("vllm"):
+        find_vllm(where=origins.located(f"{pool}.engine.type"))
 
 
 def _bubblewrap(config: RunConfig, origins: Origins) -> None:

@@ -14,6 +14,9 @@ from slipstream.launcher.report_html import render_html
 from slipstream.launcher.rundir import RunDir
 
 MISMATCH_PARTS = ("mismatch_kl", "mismatch_numeric", "mismatch_policy_lag", "mismatch_stale_kv")
+REPLAY_KINDS = ("numeric", "policy_lag", "stale_kv")
+"""Kinds of tokens, by what their context was computed with."""
+REPLAY_WEIGHT = "replay_check_tokens"
 
 ENDED_STATES = ("finished", "failed", "stopped")
 SIGNAL_EXIT_CODE = 128
@@ -63,6 +66,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "lag_bound": _setting(records, "orchestrator", "max_off_policy_steps"),
         "overlap_fraction": overlap_fraction(records),
         **{part: weighted_mean(steps, part, "trained_tokens") for part in MISMATCH_PARTS},
+        **replay_figures(steps),
         "ratio_p999": largest(steps, "ratio_p999"),
         "pure_max_abs_diff": largest(steps, "pure_max_abs_diff"),
         "routes_unknown_fraction": weighted_mean(steps, "routes_unknown_fraction", "tokens"),
@@ -123,6 +127,26 @@ def failed_by_environment(records: RunRecords) -> dict[str, int]:
     """Groups that failed, of training and of evaluations, most first; environment code raised, or too few members."""
     counts = Counter(str(failed["environment"]) for failed in records.of_kind("group_failed"))
     return dict(counts.most_common())
+
+
+def replay_figures(steps: list[Record]) -> dict[str, Any]:
+    """Of the tokens that were computed both with and without replay: mean k3, of all and of each kind of them."""
+    tokens = sum(int(step.get("replay_check_tokens", 0)) for step in steps)
+    shares = {kind: weighted_mean(steps, f"replay_check_{kind}_fraction", REPLAY_WEIGHT) for kind in REPLAY_KINDS}
+    shares = {kind: share for kind, share in shares.items() if share}
+    return {
+        "replay_check_tokens": tokens,
+        "mismatch_share": shares if tokens else None,
+        "mismatch_replay_on": _mean_k3(steps, "replay_on", shares) if tokens else None,
+        "mismatch_replay_off": _mean_k3(steps, "replay_off", shares) if tokens else None,
+        "routes_flipped_fraction": weighted_mean(steps, "routes_flipped_fraction", REPLAY_WEIGHT),
+    }
+
+
+def _mean_k3(steps: list[Record], name: str, shares: dict[str, Any]) -> dict[str, float]:
+    # A step's part is the sum over its own tokens divided by all, so that the parts add up to the whole.
+    parts = {kind: weighted_mean(steps, f"{name}_{kind}", REPLAY_WEIGHT) or 0.0 for kind in shares}
+    return {"all": sum(parts.values()), **{kind: part / shares[kind] for kind, part in parts.items()}}
 
 
 def lag_histogram(records: RunRecords) -> dict[int, int]:

@@ -11,6 +11,7 @@ from slipstream.launcher import charts, report
 from slipstream.launcher.charts import BLUE, GREY, ORANGE, PALETTE, PURPLE, RED, TEAL, Series, Track
 from slipstream.launcher.intervals import Interval, clip, total_s, union
 from slipstream.launcher.records import Record, RunRecords
+from slipstream.launcher.report_replay import replay_tables
 from slipstream.launcher.report_samples import sample_tables
 from slipstream.launcher.style import STYLE
 
@@ -33,7 +34,7 @@ def render_html(records: RunRecords, figures: dict[str, Any]) -> str:
         _section("Learning", _learning(records, figures)),
         _section("Trainer and workers at the same time", _overlap(records, figures)),
         _section("Staleness", _staleness(records, figures)),
-        _section("Trainer against engine", _mismatch(records)),
+        _section("Trainer against engine", _mismatch(records, figures)),
         _section("Throughput", _throughput(records)),
         _section("Samples before and after", _samples(records)),
     ]
@@ -195,7 +196,7 @@ def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _mismatch(records: RunRecords) -> list[str]:
+def _mismatch(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     parts = [("mismatch_kl", "all tokens", GREY), ("mismatch_numeric", "numeric (pure context)", BLUE),
              ("mismatch_policy_lag", "policy lag", ORANGE), ("mismatch_stale_kv", "stale KV", PURPLE)]  # fmt: skip
     curves = [
@@ -209,6 +210,7 @@ def _mismatch(records: RunRecords) -> list[str]:
               "Trainer and engine on the same tokens. Numeric should stay at rounding: the floor, 1e-12."),
         _card("Probability ratio, 99.9th percentile",
               charts.line_chart(ratios, x_label="step", y_label="trainer / engine")),
+        *(_card(*each) for each in replay_tables(figures)),
     ]  # fmt: skip
 
 

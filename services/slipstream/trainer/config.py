@@ -161,6 +161,10 @@ class TrainerConfig(ServiceConfig):
     probe_tolerance: float = Field(default=1e-3, gt=0)
     """Largest difference of log-probabilities that an engine may show on the probe. For float32."""
 
+    replay_check_interval_steps: int = Field(default=5, ge=0)
+    """Every so many steps, from the first, one micro-batch is also computed with live routes, to compare the mismatch
+    with that of replayed ones. 0: never."""
+
     timeline_limit_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Bytes of the trainer's files under timeline/; the older half goes when they are reached."""
 

@@ -178,6 +178,7 @@ class TrainingLoop:
         fetch_s = time.monotonic() - fetch_started_s
         self._status.enter("training")
         train_started_s = time.monotonic()
+        interval = self._config.replay_check_interval_steps
         with self._timeline.interval("train_step", step=version.step):
             metrics = await self._torch.run(
                 learner.train,
@@ -185,6 +186,7 @@ class TrainingLoop:
                 step=version.step,
                 loss_token_count=plan.loss_token_count,
                 trained=version_number(PolicyVersion(version.incarnation, version.step - 1)),
+                with_replay_check=bool(interval) and (version.step - 1) % interval == 0,
             )
         step_s = time.monotonic() - began_s
         finished_s = started_s + step_s

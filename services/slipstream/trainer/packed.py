@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.engine.routes import RouteRows
 from slipstream.models.base import Model
 from slipstream.models.documents import Documents
+from slipstream.trainer.sequence import TrainSequence
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,30 @@ class Packed:
             known_T=None if routes is None else torch.from_numpy(np.concatenate([each.known() for each in routes])),
         )
 
-    def logits_RV(self, model: Model, *, balance: bool = False, margins: bool = False) -> Tensor:
+    def logits_RV(self, model: Model, *, balance: bool = False, margins: bool = False, capture: bool = False) -> Tensor:
         """Logits that predict the targets. The head is applied to those positions alone."""
-        model.routes.begin(replay_TLK=self.replay_TLK, known_T=self.known_T, balance=balance, margins=margins)
+        model.routes.begin(
+            replay_TLK=self.replay_TLK, known_T=self.known_T, balance=balance, margins=margins, capture=capture
+        )
         hidden_1TD = model.hidden(self.tokens_1T, self.documents.positions_1T, self.documents)
         return model.logits(hidden_1TD[0].index_select(0, self.source_R))
+
+
+def pack(batch: Sequence[TrainSequence], *, replay: bool = True) -> Packed:
+    """One micro-batch; without `replay`, all its tokens are routed live."""
+    return Packed.of(
+        [sequence.token_ids for sequence in batch],
+        [sequence.target_positions for sequence in batch],
+        [sequence.routes for sequence in batch] if replay else None,
+    )
+
+
+def temperatures(batch: Sequence[TrainSequence]) -> Tensor | None:
+    """One for each target; None if all are 1."""
+    if all(sequence.temperature == 1.0 for sequence in batch):
+        return None
+    counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
+    return torch.tensor([sequence.temperature for sequence in batch]).repeat_interleave(counts)
 
 
 def target_logps(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor | None = None) -> tuple[Tensor, Tensor]:

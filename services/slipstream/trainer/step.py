@@ -20,7 +20,8 @@ from slipstream.algorithms.mismatch import mismatch, pure_tokens
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
 from slipstream.trainer.config import ClippedLossConfig, LossConfig, OptimConfig
-from slipstream.trainer.packed import Packed, target_logps
+from slipstream.trainer.packed import Packed, pack, target_logps, temperatures
+from slipstream.trainer.replay_check import check_replay
 from slipstream.trainer.schedule import warmup_then_linear
 from slipstream.trainer.sequence import TrainSequence
 
@@ -46,7 +47,13 @@ class Learner:
         )
 
     def train(
-        self, micro_batches: Sequence[Sequence[TrainSequence]], *, step: int, loss_token_count: int, trained: int
+        self,
+        micro_batches: Sequence[Sequence[TrainSequence]],
+        *,
+        step: int,
+        loss_token_count: int,
+        trained: int,
+        with_replay_check: bool = False,
     ) -> dict[str, float]:
         """Take optimizer step `step` (from 1) on weights of version number `trained`; returns the step's figures."""
         full = [batch for batch in micro_batches if batch]  # one rank: an empty one has no collective to keep in step
@@ -61,9 +68,14 @@ class Learner:
         lr = self.learning_rate(step)
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        checked = {}
+        if with_replay_check and full:
+            index = step % len(full)
+            checked = check_replay(self.model, full[index], tokens[index].logp_R, trained)
         self._adamw.step()
         return {
             **totals,
+            **checked,
             "grad_norm": float(norm),
             "learning_rate": lr,
             "padding_fraction": _padding_fraction(full),
@@ -82,9 +94,9 @@ class Learner:
     def _backward(
         self, batch: Sequence[TrainSequence], loss_token_count: int, input_tokens: int, totals: dict[str, float]
     ) -> _Tokens:
-        packed = _pack(batch)
+        packed = pack(batch)
         logits_RV = packed.logits_RV(self.model, balance=True)
-        new_R, entropy_R = target_logps(logits_RV, packed.targets_R, _temperatures(batch))
+        new_R, entropy_R = target_logps(logits_RV, packed.targets_R, temperatures(batch))
         old_R = torch.from_numpy(np.concatenate([sequence.engine_logps for sequence in batch]))
         counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
         advantage_R = torch.tensor([s.advantage for s in batch], dtype=torch.float32).repeat_interleave(counts)
@@ -98,8 +110,8 @@ class Learner:
     @torch.no_grad()
     def logps(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
         """Log-probabilities of the targets of a micro-batch, routes replayed."""
-        packed = _pack(batch)
-        return target_logps(packed.logits_RV(self.model), packed.targets_R, _temperatures(batch))[0].numpy()
+        packed = pack(batch)
+        return target_logps(packed.logits_RV(self.model), packed.targets_R, temperatures(batch))[0].numpy()
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> tuple[list[float], float]:
@@ -123,22 +135,6 @@ def _padding_fraction(batches: Sequence[Sequence[TrainSequence]]) -> float:
     lengths = [[len(sequence.routes.rows) for sequence in batch] for batch in batches]
     slots = sum(len(batch) * max(batch) for batch in lengths)
     return 1.0 - sum(map(sum, lengths)) / slots if slots else 0.0
-
-
-def _temperatures(batch: Sequence[TrainSequence]) -> torch.Tensor | None:
-    """One for each target; None if all are 1."""
-    if all(sequence.temperature == 1.0 for sequence in batch):
-        return None
-    counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
-    return torch.tensor([sequence.temperature for sequence in batch]).repeat_interleave(counts)
-
-
-def _pack(batch: Sequence[TrainSequence]) -> Packed:
-    return Packed.of(
-        [sequence.token_ids for sequence in batch],
-        [sequence.target_positions for sequence in batch],
-        [sequence.routes for sequence in batch],
-    )
 
 
 def _loss_function(config: LossConfig) -> Callable[..., LossTerms]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.common.config import TlsConfig, load_config
+from slipstream.engine.vllm.installed import find_vllm
 from slipstream.launcher import doctor_machine as machine
 from slipstream.launcher import doctor_run as of_run
 from slipstream.launcher.certs import make_certificates
@@ -50,9 +51,17 @@ def test_the_doctor_finds_this_machine_well_and_prints_one_line_a_check(tmp_path
         main(["doctor", "--launcher.check-memory=false"])
     lines = capsys.readouterr().out.splitlines()
     assert caught.value.code == 0, lines
-    assert len(lines) == 15
+    assert len(lines) == 16
     assert {line.split()[0] for line in lines} <= {"ok", "warn"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_vllm_is_looked_for_and_missed_only_where_a_run_asks_for_it():
+    assert machine.check_vllm(True, lambda: "0.30.0").state == "ok"
+    for asked, state in ((True, "FAILED"), (False, "ok")):
+        finding = machine.check_vllm(asked, lambda: find_vllm("a_module_that_is_not_there"))
+        assert finding.state == state
+        assert ("make install-vllm" in finding.line()) == asked
 
 
 def test_one_failed_check_is_exit_code_1(tmp_path, monkeypatch, capsys):
@@ -64,7 +73,7 @@ def test_one_failed_check_is_exit_code_1(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert caught.value.code == 1
     assert "FAILED  configuration    x.toml: environments.a: cannot import 'nowhere:Thing'" in printed.out
-    assert "of 15 checks FAILED" in printed.err
+    assert "of 16 checks FAILED" in printed.err
 
 
 def test_a_fault_is_named_once(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +19,12 @@ from slipstream.common.config import ConfigError
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import DecodeRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
-from slipstream.engine.vllm import updates
+from slipstream.engine.vllm import installed
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.draws import PositionGenerator, position_seed
+from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.memory_files import MemoryFile, write_tensors
+from slipstream.engine.vllm.process import SocketDirectory
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
 from slipstream.engine.vllm.updates import WeightFiles
@@ -131,23 +140,87 @@ def test_weights_that_are_not_the_models_are_refused_before_vllm_sees_them(fault
         files.close()
 
 
-def test_weights_in_memory_of_a_killed_engine_are_freed_by_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(updates, "MEMORY", tmp_path)
+def test_tensors_in_memory_are_read_by_another_process_and_have_no_name():
+    written = {"a": torch.randn(3, 4), "b": torch.arange(6.0).to(torch.bfloat16).reshape(2, 3), "c": torch.zeros(0, 2)}
+    file = MemoryFile()
+    try:
+        write_tensors(file.path, {"old": torch.ones(1000)})
+        write_tensors(file.path, written)
+        code = (
+            "import sys; from safetensors.torch import load_file; t = load_file(sys.argv[1]);"
+            "print(sorted(t), t['a'].sum().item(), t['b'].tolist(), list(t['c'].shape))"
+        )
+        done = subprocess.run([sys.executable, "-c", code, file.path], capture_output=True, text=True, check=True)
+        assert done.stdout.split("] ", 1) == [
+            "['a', 'b', 'c'",
+            f"{written['a'].sum().item()} [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] [0, 2]\n",
+        ]
+        assert not os.path.exists(os.readlink(file.path))
+    finally:
+        file.close()
+    assert not os.path.exists(file.path)
+
+
+def test_sockets_of_a_killed_engine_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = subprocess.Popen(["true"])
     killed.wait()
     orphan, foreign = tmp_path / f"slipstream-vllm-{killed.pid}-x", tmp_path / "slipstream-vllm-own"
     orphan.mkdir()
     foreign.mkdir()
-    first, second = WeightFiles(SIZES), WeightFiles(SIZES)
+    first, second = SocketDirectory(), SocketDirectory()
     assert (orphan.exists(), foreign.exists()) == (False, True)
     assert len(list(tmp_path.iterdir())) == 3
+    assert first.path.stat().st_mode & 0o077 == 0
     first.close()
     second.close()
     assert list(tmp_path.iterdir()) == [foreign]
 
 
-def test_where_vllm_is_missing_the_refusal_names_the_command(tmp_path):
-    from slipstream.engine.vllm.launch import find_vllm
+def test_a_process_forked_while_an_engine_starts_dies_with_its_worker():
+    code = """
+import os, time
+from slipstream.engine.vllm.process import dying_with_us
+with dying_with_us():
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+other = os.fork()
+if not other:
+    time.sleep(60)
+print(child, other, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        child, other = map(int, worker.stdout.readline().split())
+        worker.kill()
+        worker.wait()
+        try:
+            deadline_s = time.monotonic() + 10
+            while alive(child):
+                assert time.monotonic() < deadline_s, "it outlived its worker"
+                time.sleep(0.02)
+            assert alive(other)  # forked after the start: none of the engine's
+        finally:
+            os.kill(other, signal.SIGKILL)
 
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_where_vllm_is_missing_the_refusal_names_the_command():
     with pytest.raises(ConfigError, match="make install-vllm"):
         find_vllm("a_module_that_is_not_there")
+
+
+def test_a_version_of_vllm_that_was_not_tested_is_refused(monkeypatch):
+    monkeypatch.setattr(installed, "_version", lambda: "0.1.0")
+    with pytest.raises(ConfigError, match=r"decode.engine.type is .* 0\.1\.0 is installed"):
+        find_vllm("json", "decode.engine.type")
+    monkeypatch.setattr(installed, "_version", lambda: f"{installed.SUPPORTED[0]}+cpu")
+    assert find_vllm("json") == f"{installed.SUPPORTED[0]}+cpu"

@@ -72,6 +72,11 @@ def _step(step: int, steps: int, time_s: float, draw: random.Random) -> dict[str
         "mismatch_kl": 2e-3 * draw.uniform(0.5, 1.5), "mismatch_numeric": 3e-11 * draw.uniform(0.5, 1.5),
         "mismatch_policy_lag": 3e-3 * draw.uniform(0.5, 1.5), "mismatch_stale_kv": 9e-4 * draw.uniform(0.5, 1.5),
         "ratio_p999": 1.3 + draw.random() * 0.3, "routes_unknown_fraction": 0.0, "step_s": 0.6, "wait_s": 0.4,
+        **({"replay_check_tokens": 1000, "routes_flipped_fraction": 0.01, "replay_check_numeric_fraction": 0.25,
+            "replay_check_policy_lag_fraction": 0.5, "replay_check_stale_kv_fraction": 0.25,
+            "replay_on_kl": 3e-3, "replay_on_numeric": 1e-11, "replay_on_policy_lag": 2e-3, "replay_on_stale_kv": 1e-3,
+            "replay_off_kl": 8e-3, "replay_off_numeric": 1e-3, "replay_off_policy_lag": 4e-3,
+            "replay_off_stale_kv": 3e-3} if step % 5 == 1 else {}),
         "cached_token_count": 300, "prefix_query_token_count": 400, "sandbox_executions": step * 64,
     }  # fmt: skip
 

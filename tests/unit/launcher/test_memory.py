@@ -63,6 +63,8 @@ def test_more_workers_and_more_blocks_need_more():
     assert 1000 * MIB < small < 2500 * MIB
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.replicas=9"])) > small + 7 * 200 * MIB
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.engine.block-count=1000000"])) > 10_000 * MIB
+    vllm = ["decode.engine.type=vllm"]
+    assert needed_bytes(load_config(RUN_CONFIG, [DEMO], vllm)) > small + 2 * 500 * MIB
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts():

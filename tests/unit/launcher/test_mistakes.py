@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.engine.vllm import installed
 from slipstream.launcher.cli import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -156,6 +157,8 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
     [
         ("--decode.replicas=0", "--decode.replicas: must be at least 1 (got 0)"),
         ("--prefill.engine.block-size-tokens=16", "--prefill.engine.block-size-tokens is 16, decode.engine.block_size_tokens is 8; they must"),
+        ("--decode.engine.type=vllm", '--decode.engine.type: prefill.engine.type is "embedded", decode.engine.type is "vllm", which cannot read its KV; give both the same engine, or set prefill.replicas = 0'),
+        ("--decode.engine.type=vllm --prefill.engine.type=vllm", '--prefill.engine.type is "vllm", which hands no KV over; take another engine, or set prefill.replicas = 0'),
         ("--decode.engine.block-count=8", "--decode.engine.block-count is 8; two contexts of 64 tokens need at least 16 blocks"),
         ("--model.max-context-tokens=100000", "--model.max-context-tokens: prefill.engine.block_count is 4096; two contexts of 100000 tokens need"),
         ("--decode.engine.max-running-samples=4", "--decode.engine.max-running-samples is 4, below orchestrator.samples_per_group = 8"),
@@ -181,6 +184,12 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
 def test_settings_that_cannot_work_together_are_refused_before_any_start(refused, flags, says):
     said = refused("@", "base.toml", *flags.split())
     assert says in said
+
+
+def test_a_run_on_vllm_where_that_is_not_installed_is_told_what_to_type(refused, monkeypatch):
+    monkeypatch.setattr(installed, "DISTRIBUTIONS", ("not-installed",))
+    said = refused("@", "base.toml", "--decode.engine.type=vllm", "--prefill.replicas=0")
+    assert said == '--decode.engine.type is "vllm", which is not installed; install it with: make install-vllm'
 
 
 def test_a_model_directory_without_its_files_is_refused(refused, tmp_path):

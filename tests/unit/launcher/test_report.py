@@ -92,6 +92,24 @@ def test_mismatch_is_a_mean_over_trained_tokens(tmp_path, write_lines):
     assert build_report(read_run(RunDir(tmp_path)))["mismatch_kl"] == pytest.approx(0.4)
 
 
+def test_the_mismatch_stands_with_replay_on_beside_replay_off_for_each_kind_of_token(synthetic_run):
+    report = build_report(read_run(synthetic_run))
+    assert report["replay_check_tokens"] == 4000
+    assert report["mismatch_share"] == {"numeric": 0.25, "policy_lag": 0.5, "stale_kv": 0.25}
+    on, off = report["mismatch_replay_on"], report["mismatch_replay_off"]
+    assert on == pytest.approx({"all": 3e-3 + 1e-11, "numeric": 4e-11, "policy_lag": 4e-3, "stale_kv": 4e-3})
+    assert off == pytest.approx({"all": 8e-3, "numeric": 4e-3, "policy_lag": 8e-3, "stale_kv": 0.012})
+    page = write_report(synthetic_run).read_text()
+    assert "<tr><td>numeric (pure context)</td><td>25 %</td><td>4.0e-11</td><td>0.004</td></tr>" in page
+
+
+def test_a_run_that_never_checked_replay_has_no_table_of_it(tmp_path, write_lines):
+    write_lines(tmp_path / "metrics.jsonl", [{"kind": "step", "step": 1, "time_s": 1, "tokens": 5, "mismatch_kl": 0.1}])
+    report = build_report(read_run(RunDir(tmp_path)))
+    assert (report["replay_check_tokens"], report["mismatch_replay_on"], report["mismatch_share"]) == (0, None, None)
+    assert "routing replay" not in write_report(RunDir(tmp_path)).read_text()
+
+
 class TagCheck(HTMLParser):
     """Counts open tags and collects what the page would load."""
 

@@ -9,6 +9,7 @@ import torch
 from slipstream.models.qwen3_moe.model import MoeModel
 from slipstream.trainer.config import ClippedLossConfig, MaskedRatioLossConfig
 from slipstream.trainer.schedule import warmup_then_linear
+from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.step import Learner
 
 from .tiny import BASE, OPTIM, SIZES, sequence, tiny_model
@@ -112,3 +113,47 @@ def test_the_rate_rises_then_falls_to_its_floor():
     assert rates[4] == pytest.approx(1.0 - 0.9 / 10)
     assert rates[13] == rates[15] == pytest.approx(0.1)
     assert rates[4:14] == sorted(rates[4:14], reverse=True)
+
+
+def engine_chose_other_experts() -> list[TrainSequence]:
+    """Two pure rollouts and one of an older version, by an engine with the trainer's weights and routes of its own."""
+    agent, batch = learner(), [sequence(1), sequence(2), sequence(3)]
+    for number, each in enumerate(batch):
+        object.__setattr__(each, "engine_logps", agent.logps([each]))
+        if number == 2:
+            object.__setattr__(each, "sampled_at", each.sampled_at - 1)
+            object.__setattr__(each, "kv_oldest", each.kv_oldest - 1)
+    return batch
+
+
+def test_the_replay_check_shows_what_live_routes_would_do_to_the_same_tokens():
+    batch = engine_chose_other_experts()
+    options = {"step": 2, "loss_token_count": 15, "trained": BASE, "with_replay_check": True}
+    metrics = learner().train([[sequence(9)], [], batch[:1], batch], **options)  # the third full one is looked at
+    assert metrics["replay_check_tokens"] == 15
+    assert metrics["replay_check_numeric_fraction"] == pytest.approx(2 / 3)
+    assert metrics["replay_on_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["replay_off_numeric"] > 1e-5
+    assert metrics["replay_off_policy_lag"] > 1e-5
+    assert metrics["replay_off_stale_kv"] == 0.0
+    assert metrics["replay_off_kl"] == pytest.approx(metrics["replay_off_numeric"] + metrics["replay_off_policy_lag"])
+    assert 0.3 < metrics["routes_flipped_fraction"] < 1.0  # random pairs of 4 experts
+
+
+def test_unknown_routes_count_neither_as_flipped_nor_as_kept():
+    options = {"step": 1, "loss_token_count": 5, "trained": BASE, "with_replay_check": True}
+    metrics = learner().train([[sequence(1, unknown_ranges=((0, 9),))]], **options)
+    assert metrics["routes_flipped_fraction"] == 0.0
+    assert metrics["replay_on_kl"] == metrics["replay_off_kl"]
+
+
+def test_the_replay_check_changes_nothing_in_the_step():
+    checked, plain = learner(), learner()
+    batch = engine_chose_other_experts()
+    figures = [
+        agent.train([batch], step=1, loss_token_count=15, trained=BASE, with_replay_check=check)
+        for agent, check in ((checked, True), (plain, False))
+    ]
+    assert figures[0].items() >= figures[1].items()
+    left, right = checked.export(), plain.export()
+    assert all(np.array_equal(left[name], right[name]) for name in left)

@@ -111,10 +111,12 @@ class VllmEngine:
     async def start(self) -> None:
         """Start vLLM; the event loop stands still meanwhile, as nothing is served yet."""
         from slipstream.engine.vllm.launch import launch
+        from slipstream.engine.vllm.process import SocketDirectory
         from slipstream.engine.vllm.updates import Swapper
 
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._llm = launch(self._model_dir, self._sizes, self._config, self._counters)
+        self._sockets = SocketDirectory()
+        self._llm = launch(self._model_dir, self._sizes, self._config, self._counters, self._sockets.path)
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
         self._watching = asyncio.create_task(self._watch())
@@ -132,6 +134,7 @@ class VllmEngine:
         await asyncio.sleep(0)  # sockets close on the loop; vLLM leaves their context open
         self._llm.engine_core.resources.ctx.destroy(linger=0)
         self._swapper.close()
+        self._sockets.close()
         if not self._ended.done():
             self._ended.set_result(None)
 

@@ -4,16 +4,14 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
-from slipstream.common.config import ENVIRONMENT, ConfigError
+from slipstream.common.config import ENVIRONMENT
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.process import dying_with_us
 from slipstream.models.base import Sizes
-
-SUPPORTED = ("0.30.0",)
-"""What `scheduler.py`, `reload.py` and `live.py` were tested with: they use parts of vLLM that are not public."""
 
 _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles the ranking of log-probabilities, 20 s at the first probe
@@ -29,18 +27,12 @@ _ENVIRONMENT = {
 """Read by vLLM when it is imported. What is set already stays."""
 
 
-def find_vllm(module: str = "vllm") -> None:
-    """Refuse to go on without vLLM, or with one that was not tested."""
-    try:
-        version = importlib.import_module(module).__version__
-    except ImportError as error:
-        raise ConfigError(f'engine.type = "vllm" needs vLLM: {error}; install it with: make install-vllm') from None
-    if version.split("+")[0] not in SUPPORTED:
-        raise ConfigError(f"vLLM {version} is installed; tested with {', '.join(SUPPORTED)}")
+def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, sockets: Path) -> Any:
+    """An `AsyncLLM` without weights; takes seconds. Call it on the event loop that will use it.
 
-
-def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any) -> Any:
-    """An `AsyncLLM` without weights; takes seconds. Call it on the event loop that will use it."""
+    It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
+    """
+    ENVIRONMENT["VLLM_RPC_BASE_PATH"] = str(sockets)
     for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
@@ -77,4 +69,5 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any) 
     ).create_engine_config()
     # The platform has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
+    with dying_with_us():
+        return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)

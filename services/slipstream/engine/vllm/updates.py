@@ -6,29 +6,20 @@ Tensors travel by files in memory; the file of the version in use is kept to go 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
 
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.engine.base import PausedEngine
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.memory_files import MemoryFile, write_tensors
 from slipstream.models.base import Sizes
 from slipstream.models.registry import find_architecture
-
-MEMORY = Path("/dev/shm")
-PREFIX = "slipstream-vllm-"
-"""Of directories; then comes the process that owns one."""
 
 Rpc = Callable[..., Awaitable[Any]]
 Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
@@ -55,10 +46,7 @@ class WeightFiles:
 
     def __init__(self, sizes: Sizes) -> None:
         self._expected = expected_shapes(sizes)
-        parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-        _remove_orphans(parent)
-        self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-        self.current: Path | None = None
+        self.current: MemoryFile | None = None
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors as vLLM takes them. vLLM itself takes a checkpoint that lacks a layer without a word."""
@@ -78,30 +66,20 @@ class WeightFiles:
             checked[name] = tensor.to(torch.float32).contiguous()
         return checked
 
-    def write(self, tensors: dict[str, torch.Tensor]) -> Path:
-        path = self._directory / f"{uuid4().hex}.safetensors"
-        save_file(tensors, path)
-        return path
+    def write(self, tensors: dict[str, torch.Tensor]) -> MemoryFile:
+        file = MemoryFile()
+        write_tensors(file.path, tensors)
+        return file
 
-    def new_path(self) -> Path:
-        return self._directory / f"{uuid4().hex}.safetensors"
-
-    def keep(self, path: Path) -> None:
-        """`path` holds the version in use from now on."""
-        previous, self.current = self.current, path
+    def keep(self, file: MemoryFile) -> None:
+        """`file` holds the version in use from now on."""
+        previous, self.current = self.current, file
         if previous is not None:
-            previous.unlink()
+            previous.close()
 
     def close(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _remove_orphans(parent: Path) -> None:
-    """Free the memory of engines that were killed."""
-    for directory in parent.glob(f"{PREFIX}*-*"):
-        owner = directory.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(directory, ignore_errors=True)
+        if self.current is not None:
+            self.current.close()
 
 
 class Paused(PausedEngine):
@@ -135,11 +113,11 @@ class Swapper:
         self._rpc = rpc
         self._probe = probe
 
-    async def prepare(self, tensors: Mapping[str, Any]) -> Path:
+    async def prepare(self, tensors: Mapping[str, Any]) -> MemoryFile:
         """Check a version and write it where the worker reads it: before the pause."""
         return await asyncio.to_thread(lambda: self._files.write(self._files.check(tensors)))
 
-    async def swap(self, path: Path, verify: Callable[[PausedEngine], None]) -> tuple[dict[str, int], float]:
+    async def swap(self, file: MemoryFile, verify: Callable[[PausedEngine], None]) -> tuple[dict[str, int], float]:
         """Put a prepared version in. Returns tokens sampled so far by vLLM's ids, and the seconds of the swap.
 
         Raises `WeightsLost` if it is unknown which weights are in now; after any other error it is the old ones.
@@ -147,10 +125,10 @@ class Swapper:
         started_s = time.monotonic()
         previous = self._files.current
         try:
-            counts = await self._replace(path, previous)
+            counts = await self._replace(file, previous)
             apply_s = time.monotonic() - started_s
             try:
-                live = await self.read_back(path)
+                live = await self.read_back(file)
                 paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
                 await asyncio.to_thread(verify, paused)
             except Exception:
@@ -158,30 +136,30 @@ class Swapper:
                     await self._replace(previous, None)
                 raise
         except BaseException:
-            path.unlink(missing_ok=True)
+            file.close()
             raise
-        self._files.keep(path)
+        self._files.keep(file)
         return counts, apply_s
 
-    async def _replace(self, path: Path, previous: Path | None) -> dict[str, int]:
+    async def _replace(self, file: MemoryFile, previous: MemoryFile | None) -> dict[str, int]:
         try:
-            error, counts = await self._call("slipstream_swap", str(path), str(previous) if previous else None)
+            error, counts = await self._call("slipstream_swap", file.path, previous.path if previous else None)
         except Exception as failure:  # vLLM's, or a timeout: the swap may still be going on
             raise WeightsLost(f"a weight update did not come back: {type(failure).__name__}: {failure}") from failure
         if error:
             raise WeightsCorrupt(f"vLLM could not load the weights: {error}")
         return counts
 
-    async def read_back(self, applied: Path | None = None) -> dict[str, np.ndarray]:
+    async def read_back(self, applied: MemoryFile | None = None) -> dict[str, np.ndarray]:
         """The live parameters, read from the worker."""
         applied = applied or self._files.current
         assert applied is not None
-        target = self._files.new_path()
+        target = MemoryFile()
         try:
-            await self._call("slipstream_read_back", str(applied), str(target))
-            return await asyncio.to_thread(load_file, target)
+            await self._call("slipstream_read_back", applied.path, target.path)
+            return await asyncio.to_thread(load_file, target.path)
         finally:
-            target.unlink(missing_ok=True)
+            target.close()
 
     def close(self) -> None:
         self._files.close()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.engine.vllm.draws import seed_draws_by_position
 from slipstream.engine.vllm.live import LiveWeights
+from slipstream.engine.vllm.memory_files import write_tensors
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload
 
 _PR_SET_PDEATHSIG = 1
@@ -60,7 +60,7 @@ class WorkerExtension:
         """Write the weights in use to `target`, by the names in the file that was applied."""
         with torch.inference_mode():
             live = LiveWeights(self.model_runner.get_model(), dict(_tensors(applied)))
-            save_file(live.tensors(), target)
+            write_tensors(target, live.tensors())
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:

@@ -40,7 +40,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         updater: Updater,
         gate: WorkerGate,
         kv_events: KvEventLog,
-        engine_name: str = "embedded",
+        engine_name: str,
     ) -> None:
         self._identity = identity
         self._engine = engine

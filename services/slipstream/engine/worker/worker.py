@@ -95,13 +95,16 @@ class Worker:
         timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"
         self.timeline = Timeline(timeline, config.timeline_limit_bytes)
         self._listen = config.listen
+        self._engine_name = config.engine.type
         self._state = state
         updates = self.updates
         telemetry.observe(engine, lambda: updates.version, lambda: updates.state is WorkerState.STALE)
 
     def servicers(self) -> list[Servicer]:
         """What both pools serve."""
-        worker = WorkerServicer(self.identity, self.engine, self.updates, self.updater, self.gate, self.kv_events)
+        worker = WorkerServicer(
+            self.identity, self.engine, self.updates, self.updater, self.gate, self.kv_events, self._engine_name
+        )
         return [
             (worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "slipstream.api.inference.v1.WorkerService"),
             (rows_pb2_grpc.add_RowsServiceServicer_to_server, RowsServicer(self.routes), _ROWS_SERVICE),

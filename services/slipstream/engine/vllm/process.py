@@ -1,0 +1,58 @@
+"""What vLLM's processes must not leave behind, however the worker that started them ends: themselves, and sockets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slipstream.common.runtime import die_with_parent
+
+PREFIX = "slipstream-vllm-"
+"""Of directories; then comes the process that owns one."""
+
+_parent: int | None = None
+"""Of processes that are forked now; 0 of none."""
+
+
+@contextmanager
+def dying_with_us() -> Iterator[None]:
+    """Have the kernel kill each process forked within as soon as this thread ends.
+
+    vLLM does the same only once an engine is up, and a worker that is stopped meanwhile would leave half of one behind.
+    """
+    global _parent
+    if _parent is None:  # a hook cannot be taken off again
+        os.register_at_fork(after_in_child=_forked)
+    _parent = os.getpid()
+    try:
+        yield
+    finally:
+        _parent = 0
+
+
+def _forked() -> None:
+    if _parent:
+        die_with_parent(_parent)
+
+
+class SocketDirectory:
+    """Where vLLM's processes meet: nobody else may enter. Those of workers that were killed are removed by the next."""
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir())
+        _remove_orphans(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_orphans(parent: Path) -> None:
+    for directory in parent.glob(f"{PREFIX}*-*"):
+        owner = directory.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(directory, ignore_errors=True)
