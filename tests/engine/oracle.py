@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
@@ -71,3 +72,38 @@ class Oracle:
         chosen = logits.gather(1, torch.tensor(list(answer))[:, None]).squeeze(1)
         behind = logits.amax(-1) - chosen
         assert behind.max() <= tolerance, f"token {int(behind.argmax())} is {float(behind.max())} behind the best"
+
+
+class KeptKv:
+    """A model's context that keeps the keys and values of all passes, whatever weights computed them."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self, layer: int, q_1TNH: torch.Tensor, k_1TGH: torch.Tensor, v_1TGH: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        if layer in self._layers:
+            k, v = self._layers[layer]
+            k_1TGH, v_1TGH = torch.cat((k, k_1TGH), 1), torch.cat((v, v_1TGH), 1)
+        self._layers[layer] = k_1TGH, v_1TGH
+        repeats = q_1TNH.shape[2] // k_1TGH.shape[2]
+        k, v = (each.repeat_interleave(repeats, 2).transpose(1, 2) for each in (k_1TGH, v_1TGH))
+        queries, keys = q_1TNH.shape[1], k_1TGH.shape[1]
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        return F.scaled_dot_product_attention(q_1TNH.transpose(1, 2), k, v, mask, scale=scale).transpose(1, 2)
+
+
+def crossing(token_ids: Sequence[int], bounds: Sequence[tuple[int, int]], routes: np.ndarray | None = None) -> Forward:
+    """A sequence whose weights were swapped under way, with the KV kept: `bounds` are (end position, seed)."""
+    kv, start, parts = KeptKv(), 0, []
+    for end, seed in bounds:
+        model = weights(seed)
+        replay = None if routes is None else torch.from_numpy(routes[start:end])
+        model.routes.begin(replay_TLK=replay, capture=True, margins=routes is None)
+        tokens, positions = torch.tensor([list(token_ids[start:end])]), torch.arange(start, end).unsqueeze(0)
+        logits_TV = model.logits(model.hidden(tokens, positions, kv)[0])
+        parts.append(Forward(logits_TV, model.routes.captured().numpy(), model.routes.margin()))
+        start = end
+    logits_TV = torch.cat([part.logits_TV for part in parts])
+    return Forward(logits_TV, np.concatenate([part.routes for part in parts]), min(part.margin for part in parts))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 
 import numpy as np
 import pytest
 import torch
 
+from slipstream.common.errors import ProbeFailed, WeightsCorrupt
 from slipstream.common.version import PolicyVersion
-from tests.engine.bench import Bench, prompt_of, until
-from tests.engine.oracle import SIZES, Oracle, tensors
+from slipstream.engine.base import DecodeRequest, PausedEngine
+from slipstream.engine.worker.verification import Verification
+from slipstream.weights.manifest import Manifest, Probe, describe_tensors
+from tests.engine.bench import Bench, Finished, prompt_of, until
+from tests.engine.oracle import SIZES, Oracle, crossing, tensors
+from tests.engine.test_agreement import NEAR_TIE, rows_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -80,17 +86,111 @@ async def test_a_rejected_update_rolls_back_under_the_feet_of_what_runs(bench: B
     assert set(sample.versions) == {bench.version}
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape", "doubled"])
-async def test_weights_that_do_not_fit_are_refused_whole(bench: Bench, fault):
+def compare_crossing(
+    bench: Bench, request: DecodeRequest, index: int, sample: Finished, seeds: dict[PolicyVersion, int], figure
+) -> None:
+    """A sample is what an oracle makes of it that swaps its weights at the same tokens and keeps its KV.
+
+    The first token is sampled where the last prompt token is; what new weights compute first is the last token sampled
+    before them.
+    """
+    tokens, first = [*request.token_ids, *sample.token_ids], len(request.token_ids)
+    assert sample.versions == sorted(sample.versions)
+    ends = [first - 1 + sample.versions.index(version) for version in sorted(seeds)[1:]]
+    bounds = [(end, seeds[version]) for version, end in zip(sorted(seeds), [*ends, len(tokens) - 1], strict=True)]
+    live = crossing(tokens[:-1], bounds)
+    rows = rows_of(bench, request, index) if request.capture_routes else None
+    if rows is not None and live.margin >= NEAR_TIE:
+        assert (np.sort(rows, -1) == np.sort(live.routes, -1)).all()
+    elif live.margin < NEAR_TIE and rows is None:
+        return
+    forward = live if rows is None else crossing(tokens[:-1], bounds, rows)
+    temperature = request.sampling.temperature
+    expected = forward.logprobs(tokens, first, temperature)
+    error = float((torch.tensor(sample.logprobs) - expected).abs().max())
+    figure("largest difference of log-probabilities over updates to the trainer's", error)
+    assert error <= bench.kind.tolerance
+    assert sample.oldest == {min(seeds)}
+    # The same tokens on one set of weights are told apart.
+    assert float((torch.tensor(sample.logprobs) - Oracle(1).forward(tokens).logprobs(tokens, first)).abs().max()) > 1e-2
+
+
+async def test_what_is_in_flight_over_updates_equals_an_oracle_that_swaps_at_the_same_tokens(bench: Bench, figure):
+    seeds = {bench.version: 1}
+    prompts = [prompt_of(3 + 9 * index, seed=index) for index in range(6)]
+    requests = [
+        bench.request(prompt, samples=2, temperature=(1.0, 0.6)[index % 2], max_new_tokens=190)
+        for index, prompt in enumerate(prompts)
+    ]
+    running = [asyncio.create_task(bench.run(request)) for request in requests]
+    for seed in (2, 3):
+        before = bench.engine.load().decoded_tokens
+        await until(lambda: bench.engine.load().running_samples == 12, "all samples")
+        await until(lambda before=before: bench.engine.load().decoded_tokens - before > 300, "some tokens of each")
+        seeds[await bench.serve(seed)] = seed
+    for request, samples in zip(requests, await asyncio.gather(*running), strict=True):
+        for index, sample in enumerate(samples):
+            compare_crossing(bench, request, index, sample, seeds, figure)
+
+
+@pytest.mark.parametrize("off", [0.0, 1.0], ids=["a good probe", "a probe out of tolerance"])
+async def test_no_token_of_new_weights_comes_before_their_verdict(bench: Bench, off):
+    version = PolicyVersion(bench.version.incarnation, bench.version.step + 1)
+    prompt = prompt_of(20)
+    logprobs = Oracle(2).forward(prompt).logprobs(prompt, 1) + off
+    slices, _ = describe_tensors({name: tensor.numpy() for name, tensor in tensors(2).items()})
+    verify = Verification(Manifest(version, slices, Probe(tuple(prompt), tuple(logprobs.tolist()), 1e-3)))
+    decoded: list[int] = []
+
+    def verdict(paused: PausedEngine) -> None:
+        decoded.append(bench.engine.load().decoded_tokens)
+        time.sleep(0.2)  # tokens would come
+        decoded.append(bench.engine.load().decoded_tokens)
+        verify(paused)
+        verdicts.append(version)
+
+    verdicts: list[PolicyVersion] = []
+    versions: list[PolicyVersion] = []
+
+    async def listen() -> None:
+        async for chunk in bench.engine.decode(bench.request(prompt_of(9), samples=4, max_new_tokens=200), flush_s=0.0):
+            versions.extend(sampler for _, sampler in chunk.versions)
+            assert version not in versions or verdicts, "a token came before the verdict"
+
+    listening = asyncio.create_task(listen())
+    await until(lambda: versions, "tokens")
+    if off:
+        with pytest.raises(ProbeFailed):
+            await bench.engine.update(version, tensors(2), verdict)
+    else:
+        await bench.engine.update(version, tensors(2), verdict)
+        bench.version, bench.seed = version, 2
+    await listening
+    assert verify.slice_count == len(slices)
+    assert decoded[0] == decoded[1]
+    assert versions[-1] == bench.version == bench.engine.version
+    assert (version in versions) == (not off)
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "doubled", "not a number", "infinite"])
+async def test_weights_that_do_not_fit_are_refused_before_the_engine_is_touched(bench: Bench, fault):
     before, wrong = await bench.engine.checksums(checksum), tensors(2)
     if fault == "missing":
         del wrong["model.norm.weight"]
     elif fault == "shape":
         wrong["lm_head.weight"] = wrong["lm_head.weight"][:-1]
-    else:
+    elif fault == "doubled":
         wrong["model.layers.9.norm.weight"] = wrong["model.norm.weight"]
-    with pytest.raises(ValueError, match=r"does not match|has shape"):
-        await bench.engine.update(PolicyVersion(9, 9), wrong, lambda paused: None)
+    else:
+        name = "model.layers.1.mlp.experts.7.down_proj.weight"
+        wrong[name][3, 4] = torch.nan if fault == "not a number" else torch.inf
+    seen: list[PausedEngine] = []
+    running = asyncio.create_task(bench.ask(prompt_of(20), max_new_tokens=60))
+    await until(lambda: bench.engine.load().running_samples, "a running sample")
+    with pytest.raises(WeightsCorrupt, match=r"do not match|has shape|no numbers"):
+        await bench.engine.update(PolicyVersion(9, 9), wrong, seen.append)
+    assert not seen, "the engine paused"
+    assert set((await running)[0].versions) == {bench.version}
     assert bench.engine.version == bench.version
     assert await bench.engine.checksums(checksum) == before
     await bench.serve(2)  # the next good one works

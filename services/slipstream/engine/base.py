@@ -358,8 +358,9 @@ class Engine(Protocol):
     ) -> UpdateReport:
         """Swap weights between two steps: pause, keep KV, apply, verify, resume; on any exception, roll back and raise.
 
-        `tensors` are complete, by Hugging Face name (torch or numpy). `verify` is called while paused, on the engine's
-        thread, and raises to reject the update; so no token is ever sampled by weights that were not verified.
+        `tensors` are complete and finite, by Hugging Face name (torch or numpy); else `WeightsCorrupt`, before a pause.
+        `verify` is called while paused, on the engine's thread, and raises to reject the update; so no token is ever
+        sampled by weights that were not verified.
         """
         ...
 

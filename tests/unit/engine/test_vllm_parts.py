@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from slipstream.common.config import ConfigError
+from slipstream.common.errors import WeightsCorrupt
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import DecodeRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
@@ -120,7 +121,7 @@ def test_a_salt_remembers_its_oldest_version():
     assert salts.oldest("a") == UNSET
 
 
-@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "integer"])
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "integer", "not a number", "infinite"])
 def test_weights_that_are_not_the_models_are_refused_before_vllm_sees_them(fault):
     files, wrong = WeightFiles(SIZES), tensors(weights(1))
     try:
@@ -132,10 +133,15 @@ def test_weights_that_are_not_the_models_are_refused_before_vllm_sees_them(fault
             wrong["model.layers.9.weight"] = wrong[name]
         elif fault == "shape":
             wrong[name] = wrong[name][:-1]
-        else:
+        elif fault == "integer":
             wrong[name] = wrong[name].to(torch.int32)
-        with pytest.raises(ValueError, match=name if fault not in ("missing", "extra") else "does not match"):
+        else:
+            wrong[name][1, 2] = torch.nan if fault == "not a number" else -torch.inf
+        with pytest.raises(WeightsCorrupt, match=name if fault not in ("missing", "extra") else "do not match"):
             files.check(wrong)
+        large = tensors(weights(1))
+        large[name][:] = 3e38  # their sum is too large for a float, and they are not
+        assert files.check(large).keys() == large.keys()
     finally:
         files.close()
 

@@ -45,6 +45,7 @@ from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
 from slipstream.engine.routes import RouteRows, RouteStore
+from slipstream.engine.tensors import check_tensors, expected_shapes
 from slipstream.models.base import Sizes
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class EmbeddedEngine:
 
     def __init__(self, sizes: Sizes, config: EmbeddedConfig) -> None:
         self._core = EngineCore(sizes, config)
+        self._shapes = expected_shapes(sizes)
         self._config = config
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None]
         self._inbox = queue.SimpleQueue()
@@ -305,7 +307,8 @@ class EmbeddedEngine:
     async def update(
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
-        return await self._call(lambda: self._core.update(version, tensors, verify))
+        checked = await asyncio.to_thread(check_tensors, tensors, self._shapes)
+        return await self._call(lambda: self._core.update(version, checked, verify))
 
     async def checksums(self, reduce: Callable[[str, np.ndarray], int]) -> dict[str, int]:
         arrays = self._core.parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +22,14 @@ class LiveWeights:
         self._previous = [torch.empty_like(parameter) for parameter in self._parameters]
 
     @contextmanager
-    def replaced(self, tensors: Mapping[str, Any]) -> Iterator[float]:
-        """Copy `tensors` (Hugging Face names, torch or numpy) in; an exception in the body puts the old ones back."""
+    def replaced(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[float]:
+        """Copy `tensors` (Hugging Face names) in; an exception in the body puts the old ones back."""
         started = time.monotonic()
         accepted = False
         for kept, parameter in zip(self._previous, self._parameters, strict=True):
             kept.copy_(parameter)
         try:
-            load_hf(self._model, {name: _as_tensor(tensor) for name, tensor in tensors.items()})
+            load_hf(self._model, tensors)
             yield time.monotonic() - started
             accepted = True
         finally:
@@ -41,11 +40,3 @@ class LiveWeights:
     def arrays(self) -> dict[str, np.ndarray]:
         """Parameters by Hugging Face name; some share memory with the live ones."""
         return {name: tensor.numpy() for name, tensor in to_hf(self._model).items()}
-
-
-def _as_tensor(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    if not value.flags.writeable:  # torch warns about read-only memory, though it is only read
-        value = value.copy()
-    return torch.from_numpy(value)

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.engine.base import PausedEngine
+from slipstream.engine.tensors import check_tensors, expected_shapes
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.memory_files import MemoryFile, write_tensors
 from slipstream.models.base import Sizes
-from slipstream.models.registry import find_architecture
 
 Rpc = Callable[..., Awaitable[Any]]
 Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
@@ -27,18 +27,6 @@ Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
 
 class WeightsLost(Exception):
     """Nobody knows which weights the engine holds: it must not go on."""
-
-
-def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Shapes of a whole checkpoint by name, from the model's own code; no memory is taken."""
-    with torch.device("meta"):
-        model = find_architecture(sizes.architecture).build_model(sizes)
-    shapes = {name: tuple(view.shape) for name, view in model.hf_views().items()}
-    return {name: (*_flat(shape[:-1]), shape[-1]) if len(shape) > 2 else shape for name, shape in shapes.items()}
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int]:
-    return (int(np.prod(shape)),)
 
 
 class WeightFiles:
@@ -50,21 +38,8 @@ class WeightFiles:
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors as vLLM takes them. vLLM itself takes a checkpoint that lacks a layer without a word."""
-        if tensors.keys() != self._expected.keys():
-            missing, extra = (
-                sorted(self._expected.keys() - tensors.keys()),
-                sorted(tensors.keys() - self._expected.keys()),
-            )
-            raise ValueError(f"state dict does not match the model: missing {missing[:3]}, unexpected {extra[:3]}")
-        checked = {}
-        for name, value in tensors.items():
-            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
-            if tuple(tensor.shape) != self._expected[name]:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {self._expected[name]}")
-            if not tensor.is_floating_point():
-                raise ValueError(f"{name} has dtype {tensor.dtype}")
-            checked[name] = tensor.to(torch.float32).contiguous()
-        return checked
+        checked = check_tensors(tensors, self._expected)
+        return {name: tensor.to(torch.float32).contiguous() for name, tensor in checked.items()}
 
     def write(self, tensors: dict[str, torch.Tensor]) -> MemoryFile:
         file = MemoryFile()

@@ -1,0 +1,50 @@
+"""What weights must be before an engine is touched: whole, of the model's names and shapes, and all of them numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.common.errors import WeightsCorrupt
+from slipstream.models.base import Sizes
+from slipstream.models.registry import find_architecture
+
+
+def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of a whole checkpoint by name, from the model's own code; no memory is taken."""
+    with torch.device("meta"):
+        model = find_architecture(sizes.architecture).build_model(sizes)
+    shapes = {name: tuple(view.shape) for name, view in model.hf_views().items()}
+    return {name: (int(np.prod(shape[:-1])), shape[-1]) if len(shape) > 2 else shape for name, shape in shapes.items()}
+
+
+def check_tensors(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The tensors (torch or numpy) as torch's; raises `WeightsCorrupt` on the first thing that is wrong with them."""
+    if tensors.keys() != expected.keys():
+        missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+        raise WeightsCorrupt(
+            f"the weights do not match the model: missing {missing[:3]}, unexpected {extra[:3]}",
+            slice=(missing + extra)[0],
+        )
+    return {name: _checked(name, value, expected[name]) for name, value in tensors.items()}
+
+
+def _checked(name: str, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = value.detach() if isinstance(value, torch.Tensor) else _from_numpy(value)
+    if tuple(tensor.shape) != shape:
+        raise WeightsCorrupt(f"{name} has shape {tuple(tensor.shape)}, expected {shape}", slice=name)
+    if not tensor.is_floating_point():
+        raise WeightsCorrupt(f"{name} has dtype {tensor.dtype}", slice=name)
+    # A sum is finite only if all it is made of is; where it is not, it may just have been too large.
+    if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        raise WeightsCorrupt(f"{name} holds values that are no numbers", slice=name)
+    return tensor
+
+
+def _from_numpy(array: np.ndarray) -> torch.Tensor:
+    if not array.flags.writeable:  # torch warns about read-only memory, though it is only read
+        array = array.copy()
+    return torch.from_numpy(array)
