@@ -312,6 +312,11 @@ class Engine(Protocol):
         """Weights of the next step; None until the first update."""
         ...
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the tensors that `update` takes, by Hugging Face name. Known once the engine has started."""
+        ...
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None:

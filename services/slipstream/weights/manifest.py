@@ -159,6 +159,21 @@ def check_geometry(slices: Sequence[WeightSlice]) -> None:
             raise WeightsCorrupt(f"slices of {name} do not tile it", slice=name)
 
 
+def check_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `WeightsCorrupt` unless a version has just the tensors of a model, in its shapes.
+
+    Asked before any byte moves: engines there are that take a version without one of its layers and say nothing.
+    """
+    there = {part.name: part.global_shape for part in manifest.slices}
+    if names := shapes.keys() ^ there.keys():
+        name = min(names)
+        what = f"the version lacks {name}" if name in shapes else f"the model has no {name}"
+        raise WeightsCorrupt(what, slice=name, version=manifest.version)
+    for name, shape in shapes.items():
+        if there[name] != shape:
+            raise WeightsCorrupt(f"{name} has shape {there[name]}, not {shape}", slice=name, version=manifest.version)
+
+
 def _any_overlap(parts: Sequence[WeightSlice]) -> bool:
     if len(parts) == 1:
         return False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -46,6 +46,8 @@ from slipstream.prefill.config import PrefillConfig
 from slipstream.prefill.servicer import prefill_servicers
 from slipstream.weights.manifest import Manifest, Probe
 from slipstream.weights.transport import GrpcWeightTransport
+from tests.integration.workers.holding import HoldingEngine
+from tests.integration.workers.turns import Turns
 
 SIZES = MoeConfig(
     vocab_size=23, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, expert_dim=16, max_context_tokens=512
@@ -84,7 +86,8 @@ class Member:
         self.tasks: list[asyncio.Task[Any]] = []
         self.ranks: Channels
         self.made_of: tuple[str, str, dict[str, Any]]
-        self.channel = open_channel(worker.identity.address, Access())
+        self.address = worker.identity.address
+        self.channel = open_channel(self.address, Access())
         self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.rows = rows_pb2_grpc.RowsServiceStub(self.channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
@@ -94,6 +97,10 @@ class Member:
     @property
     def epoch(self) -> str:
         return self.worker.identity.epoch
+
+    @property
+    def engine(self) -> HoldingEngine:
+        return cast(HoldingEngine, self.worker.engine)
 
     async def describe(self) -> worker_pb2.GetWorkerResponse:
         return await self.control.GetWorker(worker_pb2.GetWorkerRequest())
@@ -151,6 +158,7 @@ class Cluster:
         self.state = SharedState()
         self.members: list[Member] = []
         self.models: dict[PolicyVersion, Any] = {}
+        self.seeds: dict[PolicyVersion, int] = {}
 
     async def start(self) -> None:
         self.store = VersionStore(self.run_dir / "versions", 1 << 30)
@@ -171,12 +179,12 @@ class Cluster:
         await self.server.stop(None)
 
     def model(self, version: PolicyVersion) -> Any:
-        """The trainer's model of a version; its step is its seed."""
+        """The trainer's model of a version; its step is its seed unless it was published with another."""
         from slipstream.models.qwen3_moe.model import build_model, init_weights
 
         if version not in self.models:
             model = build_model(SIZES)
-            init_weights(model, version.step)
+            init_weights(model, self.seeds.get(version, version.step))
             self.models[version] = model.eval().requires_grad_(False)
         return self.models[version]
 
@@ -194,9 +202,11 @@ class Cluster:
             tokens.append(int(self.logprobs(version, tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
-    async def publish(self, version: PolicyVersion, probe_error: float = 0.0) -> Manifest:
+    async def publish(self, version: PolicyVersion, probe_error: float = 0.0, seed: int | None = None) -> Manifest:
         from slipstream.models.checkpoint import to_hf
 
+        if seed is not None:
+            self.seeds[version] = seed
         logprobs = self.logprobs(version, PROBE_TOKENS)
         probe = [float(logprobs[i, token]) + probe_error for i, token in enumerate(PROBE_TOKENS[1:])]
         tensors = {name: tensor.numpy() for name, tensor in to_hf(self.model(version)).items()}
@@ -213,19 +223,30 @@ class Cluster:
             ranks.append(await self.add_worker(kind, f"{kind}-1-{rank}", listen=ListenConfig(port=port), group=group))
         return ranks
 
-    async def restart(self, member: Member, transport: Any = None) -> Member:
+    async def restart(self, member: Member, transport: Any = None, follow: bool = True) -> Member:
         """Another life of a worker, at the same address."""
-        self.members.remove(member)
-        await member.stop()
+        if member in self.members:
+            self.members.remove(member)
+            await member.stop()
         kind, replica, fields = member.made_of
-        return await self.add_worker(kind, replica, transport, **fields)
+        listen = ListenConfig(port=int(member.address.rpartition(":")[2]))
+        return await self.add_worker(kind, replica, transport, follow, **{**fields, "listen": listen})
 
-    async def add_worker(self, kind: str, replica: str = "", transport: Any = None, **fields: Any) -> Member:
+    async def kill(self, member: Member) -> None:
+        """As a process dies: whoever waits for an answer hears at once that the connection broke."""
+        self.members.remove(member)
+        await member.server.stop(None)
+        await member.stop()
+
+    async def add_worker(
+        self, kind: str, replica: str = "", transport: Any = None, follow: bool = True, **fields: Any
+    ) -> Member:
+        """`follow`: it refits itself, and prefetches what is published."""
         from slipstream.engine.embedded.engine import EmbeddedEngine
 
         config_class = PrefillConfig if kind == "prefill" else DecodeConfig
         config = self.make_config(config_class, replica=replica or f"{kind}-1", **fields)
-        engine = EmbeddedEngine(SIZES, config.engine if "engine" in fields else ENGINE)
+        engine: Any = HoldingEngine(EmbeddedEngine(SIZES, config.engine if "engine" in fields else ENGINE))
         ranks = Channels(lambda address: open_channel(address, Access()))
         await engine.start()
         transport = transport or GrpcWeightTransport(self.channel)
@@ -243,7 +264,8 @@ class Cluster:
         member = Member(worker, server, kv)
         member.ranks = ranks
         member.made_of = (kind, replica, fields)
-        loops: list[Coroutine[Any, Any, Any]] = [worker.updates.follow(), worker.observe()]
+        loops: list[Coroutine[Any, Any, Any]] = [worker.observe()]
+        loops += [worker.updates.follow()] if follow else []
         loops += [kv.release_for_ever(0.05)] if kv else []
         member.tasks = [asyncio.get_running_loop().create_task(loop) for loop in loops]
         self.members.append(member)
@@ -315,3 +337,16 @@ async def cluster(empty_cluster) -> Cluster:
         member = await empty_cluster.add_worker(kind)
         await member.serving(PolicyVersion(1, 1))
     return empty_cluster
+
+
+@pytest.fixture
+async def start_turns(cluster, valkey_url) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Turns]]]:
+    """Puts a router before the workers that the cluster has when it is called; fields are those of its config."""
+    async with AsyncExitStack() as stack:
+
+        async def start(**fields: Any) -> Turns:
+            turns = Turns(cluster)
+            await turns.start(stack, valkey_url, **fields)
+            return turns
+
+        yield start

@@ -115,7 +115,7 @@ async def test_a_corrupt_byte_is_caught_before_the_swap_and_a_good_refit_heals(c
     prefiller, decoder = cluster.members
     await asyncio.sleep(0.05)  # their refits close
     for member in cluster.members:  # no prefetch of the good bytes
-        member.tasks[0].cancel()
+        member.tasks[1].cancel()
     await cluster.publish(V2)
     good = corrupt(cluster, V2)
     stream = aiter(decoder.decode.Decode(cluster.decode_request(decoder, None, sampling={**LONG, "temperature": 0.0})))

@@ -24,6 +24,7 @@ class ArrayEngine:
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
+        self.shapes = {"w": (4, 4)}
         self.held: dict[str, np.ndarray] = {}
         self.damage: Callable[[dict[str, np.ndarray]], None] = lambda held: None
         self.probe_error = 0.0

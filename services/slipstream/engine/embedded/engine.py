@@ -60,7 +60,7 @@ class EmbeddedEngine:
 
     def __init__(self, sizes: Sizes, config: EmbeddedConfig) -> None:
         self._core = EngineCore(sizes, config)
-        self._shapes = expected_shapes(sizes)
+        self.shapes = expected_shapes(sizes)
         self._config = config
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None]
         self._inbox = queue.SimpleQueue()
@@ -307,7 +307,7 @@ class EmbeddedEngine:
     async def update(
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
-        checked = await asyncio.to_thread(check_tensors, tensors, self._shapes)
+        checked = await asyncio.to_thread(check_tensors, tensors, self.shapes)
         return await self._call(lambda: self._core.update(version, checked, verify))
 
     async def checksums(self, reduce: Callable[[str, np.ndarray], int]) -> dict[str, int]:

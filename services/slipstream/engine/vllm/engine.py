@@ -103,6 +103,10 @@ class VllmEngine:
             raise ValueError("block_count must hold two whole contexts, and the one block vLLM keeps for itself")
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._swapper.shapes
+
+    @property
     def version(self) -> PolicyVersion | None:
         return self._version
 

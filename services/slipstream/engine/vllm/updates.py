@@ -33,12 +33,12 @@ class WeightFiles:
     """Versions as files: the one in use, and the one that is tried."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self._expected = expected_shapes(sizes)
+        self.shapes = expected_shapes(sizes)
         self.current: MemoryFile | None = None
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors as vLLM takes them. vLLM itself takes a checkpoint that lacks a layer without a word."""
-        checked = check_tensors(tensors, self._expected)
+        checked = check_tensors(tensors, self.shapes)
         return {name: tensor.to(torch.float32).contiguous() for name, tensor in checked.items()}
 
     def write(self, tensors: dict[str, torch.Tensor]) -> MemoryFile:
@@ -87,6 +87,11 @@ class Swapper:
         self._config = config
         self._rpc = rpc
         self._probe = probe
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the tensors of a version, by name."""
+        return self._files.shapes
 
     async def prepare(self, tensors: Mapping[str, Any]) -> MemoryFile:
         """Check a version and write it where the worker reads it: before the pause."""

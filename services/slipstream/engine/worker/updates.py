@@ -34,7 +34,7 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import Engine, UpdateReport
 from slipstream.engine.worker.ballot import Voice
 from slipstream.engine.worker.verification import Verification
-from slipstream.weights.manifest import Manifest
+from slipstream.weights.manifest import Manifest, check_model
 from slipstream.weights.transport import WeightTransport
 
 log = structlog.get_logger()
@@ -242,6 +242,7 @@ class WorkerUpdates:
         if self._prefetched is not None and self._prefetched.manifest.version == version:
             return
         manifest = await self._transport.manifest(version)
+        check_model(manifest, self._engine.shapes)
         self._prefetched = Weights(manifest, await self._transport.fetch(manifest))
 
     async def _swap(self, update: OpenUpdate, weights: Weights, voice: Voice | None) -> Applied:

@@ -1,0 +1,149 @@
+"""Workers behind a router, and the runner's inference client that asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
+from slipstream.common.config import ListenConfig
+from slipstream.common.errors import SlipstreamError, StateUnavailable, rpc_errors
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.hashing import block_hashes
+from slipstream.router.__main__ import run
+from slipstream.router.config import RouterConfig, WorkerEndpoint
+from slipstream.runner.peers import Peers
+from slipstream.runner.turns import Turn, TurnClient
+
+BLOCK_TOKENS = 4
+V1 = PolicyVersion(1, 1)
+
+
+class Turns:
+    """Asks a cluster's workers for turns of groups, as a runner does."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.router: Any = None
+        self._client: TurnClient
+        self._peers: Peers
+
+    async def start(self, stack: AsyncExitStack, redis_url: str, **fields: Any) -> None:
+        pools: dict[str, list[WorkerEndpoint]] = {"prefill": [], "decode": []}
+        for member in self.cluster.members:
+            replica = member.worker.identity.replica
+            pools[replica.partition("-")[0]].append(WorkerEndpoint(replica=replica, address=member.address))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        config = self.cluster.make_config(
+            RouterConfig,
+            redis_url=redis_url,
+            listen=ListenConfig(port=port),
+            prefill_workers=pools["prefill"],
+            decode_workers=pools["decode"],
+            **fields,
+        )
+        process = asyncio.create_task(run(config))
+        stack.push_async_callback(self._end, process)
+        address = f"127.0.0.1:{port}"
+        channel = await stack.enter_async_context(open_channel(address, Access()))
+        self.router = routing_pb2_grpc.RouterServiceStub(channel)
+        self._peers = Peers("127.0.0.1:1", address, Access())
+        stack.push_async_callback(self._peers.close)
+        self._client = TurnClient(self._peers, BLOCK_TOKENS)
+        async with asyncio.timeout(10):
+            await channel.channel_ready()
+            while not await self._placeable():  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.02)
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        group_id: str = "g",
+        samples: int = 2,
+        version: PolicyVersion = V1,
+        deadline_s: float = 15.0,
+        **sampling: Any,
+    ) -> Turn:
+        """One turn of a group, greedy unless told."""
+        assignment = runner_pb2.GroupAssignment(
+            group_id=group_id,
+            attempt=1,
+            sample_count=samples,
+            sampling=types_pb2.Sampling(**{"max_new_tokens": 8, **sampling}),
+            dispatch_version=version.to_proto(),
+            salt=f"run/{version}/float32",
+        )
+        try:
+            return await self._client.run(assignment, prompt, time.monotonic() + deadline_s)
+        finally:
+            await self._peers.give_back()
+
+    async def workers(self) -> dict[str, routing_pb2.RoutedWorker]:
+        """What the router knows."""
+        response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=5)
+        return {worker.ref.replica: worker for worker in response.workers}
+
+    async def until_warm(self, prompt: Sequence[int], version: PolicyVersion = V1) -> None:
+        """Wait until the router has heard that a decode worker holds enough of a prompt to need no prefill worker."""
+        async with asyncio.timeout(10):
+            while (await self._place(prompt, version)).HasField("prefill"):  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.02)
+
+    async def nothing_left(self) -> None:
+        """Wait until no living worker holds a block, and the router no placement."""
+        for member in self.cluster.members:
+            await member.freed()
+        async with asyncio.timeout(10):
+            while any(worker.placement_count for worker in (await self.workers()).values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def _placeable(self) -> bool:
+        """Whether all workers and Redis are there."""
+        if not all(worker.routable for worker in (await self.workers()).values()):
+            return False
+        try:
+            await self._place([0], PolicyVersion(0, 0))
+        except StateUnavailable:
+            return False
+        return True
+
+    async def _place(self, prompt: Sequence[int], version: PolicyVersion) -> routing_pb2.PlaceResponse:
+        """Where a turn would go; nothing is asked of the workers."""
+        request = routing_pb2.PlaceRequest(
+            request_id=f"where-{time.monotonic()}",
+            group_id="where",
+            block_hashes=block_hashes(f"run/{version}/float32", prompt[:-1], BLOCK_TOKENS),
+            prompt_token_count=len(prompt),
+            sample_count=1,
+            max_new_tokens=1,
+        )
+        with rpc_errors():
+            placed = await self.router.Place(request, timeout=5)
+        await self.router.Release(
+            routing_pb2.ReleaseRequest(request_id="where", placement_ids=[placed.placement_id]), timeout=5
+        )
+        return placed
+
+    async def _end(self, process: asyncio.Task[None]) -> None:
+        process.cancel()
+        await asyncio.wait([process])
+        assert process.cancelled(), process.exception()
+
+
+async def refused(turn: Any) -> SlipstreamError:
+    """What a turn fails with."""
+    try:
+        await turn
+    except SlipstreamError as error:
+        return error
+    raise AssertionError("the turn came to an end")
