@@ -3,7 +3,8 @@
 | combination | what would happen |
 |---|---|
 | prefill and decode workers with different engines | neither can read the other's KV |
-| prefill workers with vLLM | it has no way to hand KV over |
+| prefill workers with vLLM and no connector, or decode workers with another | KV has no way from one to the other |
+| vLLM with an architecture of one's own | vLLM would run its own code of another |
 | blocks of prefill and decode of different sizes | prefix hashes never match |
 | fewer KV blocks than two whole contexts | the engine does not start |
 | fewer running samples than a group has | no group runs whole |
@@ -30,6 +31,7 @@ from typing import Any
 from slipstream.common.config_errors import ConfigError, Origins
 from slipstream.environments.config import ExpressionConfig
 from slipstream.launcher.config import RunConfig
+from slipstream.models.registry import BUILT_IN
 
 Problem = tuple[tuple[str, ...], str]
 """The keys, the one to change first, and what is wrong with that one."""
@@ -56,6 +58,8 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
     for pool, engine in engines.items():
         context = config.model.max_context_tokens
         needed = 2 * -(-context // engine.block_size_tokens)
+        if engine.type == "vllm":  # a position more, for a probe of the whole context, and a block for itself
+            needed = -(-2 * (context + 1) // engine.block_size_tokens) + 1
         if engine.block_count < needed and not _initial_model(config):
             yield (
                 (f"{pool}.engine.block_count", f"{pool}.engine.block_size_tokens", "model.max_context_tokens"),
@@ -80,13 +84,26 @@ def _handed_over(prefill: Any, decode: Any) -> Iterator[Problem]:
             f'is "{prefill.type}", decode.engine.type is "{decode.type}", which cannot read its KV; give both the same '
             f"engine, {alone}",
         )
-    if prefill.type == "vllm":
-        yield ("prefill.engine.type",), f'is "vllm", which hands no KV over; take another engine, {alone}'
+    elif prefill.type == "vllm":
+        keys = "prefill.engine.connector", "decode.engine.connector"
+        if prefill.connector != decode.connector:
+            yield keys, f'is "{prefill.connector}", decode.engine.connector is "{decode.connector}"; KV needs the same'
+        elif prefill.connector == "none":
+            yield keys, f'is "none", so vLLM hands no KV over; set both to "nixl", {alone}'
     if prefill.block_size_tokens != decode.block_size_tokens:
         yield (
             ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),
             f"is {prefill.block_size_tokens}, decode.engine.block_size_tokens is {decode.block_size_tokens}; they must "
             "be the same",
+        )
+
+
+def _own_architecture(config: RunConfig) -> Iterator[Problem]:
+    pools, architecture = config.pools_with("vllm"), config.model.architecture
+    if pools and architecture not in BUILT_IN:
+        yield (
+            ("model.architecture", *(f"{pool}.engine.type" for pool in pools)),
+            f'is "{architecture}", whose code vLLM does not run; set {pools[0]}.engine.type = "embedded"',
         )
 
 
@@ -180,6 +197,7 @@ def _leases(config: RunConfig) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _engines,
+    _own_architecture,
     _context,
     _ranks,
     _warm_up,

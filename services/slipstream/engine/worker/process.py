@@ -43,7 +43,7 @@ async def run_worker(
     access = Access.from_config(config)
     sizes = await _model_sizes(config)
     engine = _build_engine(config, sizes)
-    await engine.start()
+    await engine.start()  # before any channel or server: vLLM forks, and gRPC does not survive that
     state = State(config.redis.url, config.run_id)
     channel = open_channel(config.broadcaster, access)
     ranks = Channels(lambda address: open_channel(address, access))

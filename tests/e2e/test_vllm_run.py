@@ -1,0 +1,98 @@
+"""A run whose decode worker is vLLM: it trains, goes on over a worker's death, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from run_process import RunProcess, lives, terminal_outcomes
+
+pytestmark = pytest.mark.timeout(240, func_only=False)
+
+ON_VLLM = (
+    *("--prefill.replicas", "0", "--decode.engine.type", "vllm", "--decode.engine.block-count", "256"),
+    # A worker takes that long to come back on a machine that does other things, too.
+    *("--orchestrator.pool-timeout-s", "120", "--launcher.restart", "on_failure"),
+)
+STEPS = 12
+NUMERIC_K3 = 1e-9
+"""float32 on both sides, different kernels: log-probabilities differ by a few 1e-6."""
+
+
+def test_a_run_on_vllm_trains_survives_the_death_of_its_worker_and_leaves_nothing(launch: Callable[..., RunProcess]):
+    shared_memory = set(os.listdir("/dev/shm"))
+    run = launch("vllm", *ON_VLLM, "--orchestrator.total-steps", str(STEPS), "--orchestrator.max-off-policy-steps", "1")
+    run.wait_step(3)
+    worker = run.pid("decode-1")
+    (engine,) = psutil.Process(worker).children()
+    assert len(sockets_of(worker)) == 1
+
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not lives(engine), 5.0, "the engine outlived its worker")
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    died_s = time.time()
+    assert run.end(150.0) == 0, run.output
+
+    assert run.pid("decode-1") != worker
+    updates = run.metrics("update")
+    assert max(int(update["version"].partition(".")[2]) for update in updates) == STEPS
+    assert any(step["time_s"] > died_s for step in run.metrics("step"))
+    assert terminal_outcomes(run.journal()) == {1}
+    assert not sockets_of(worker), "what the killed worker left, the next one removed"
+    assert not sockets_of(run.pid("decode-1"))
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert run.left_after(2.0) == []
+    check_figures(run)
+
+
+def check_figures(run: RunProcess) -> None:
+    """What the trainer says of what vLLM sampled."""
+    report = run.report()
+    steps = run.metrics("step")
+    assert report["steps"] == STEPS
+    assert report["lag_max"] <= 1
+    assert sum(step["pure_token_count"] for step in steps) > 500
+    assert report["pure_max_abs_diff"] < 1e-4
+    assert report["mismatch_numeric"] < NUMERIC_K3
+    assert report["mismatch_kl"] < 0.05
+    # Routes of the worker that died went with it: they are unknown, and those that were delivered are not.
+    assert report["routes_unknown_fraction"] < 0.5
+    assert steps[0]["routes_unknown_fraction"] == 0.0
+    assert report["replay_check_tokens"] > 0
+    on, off = report["mismatch_replay_on"], report["mismatch_replay_off"]
+    assert on.keys() == off.keys() >= {"all", "numeric"}
+    assert on["numeric"] < NUMERIC_K3
+    assert "routing replay on and off" in (run.path / "report.html").read_text()
+
+
+def test_an_engine_that_is_still_starting_ends_with_the_launcher(launch: Callable[..., RunProcess]):
+    run = launch("killed", *ON_VLLM)
+    run.wait_until(lambda: run.events("service_started") and engines_of(run.pid("decode-1")))
+    run.processes()
+    run.process.kill()
+    assert run.end(5.0) == -signal.SIGKILL
+    assert run.left_after(6.0) == []
+
+
+def engines_of(worker: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(worker).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def sockets_of(worker: int) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"slipstream-vllm-{worker}-*"))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, otherwise
+        time.sleep(0.05)
