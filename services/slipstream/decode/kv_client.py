@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -64,19 +65,43 @@ class KvClient:
     async def resolve(
         self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str
     ) -> KvPayload | KvReference:
-        """What the engine is given: the bytes, or where its own connector takes them."""
+        """What the engine is given: the bytes, or a lease of what its own connector takes."""
         if handle.transport in ("", FRAMES):
             return await self.fetch(handle, token_ids, salt)
+        return await self.lease(handle)
+
+    async def lease(self, handle: prefill_pb2.KvHandle) -> KvReference:
+        """Ask the worker that holds it, which knows its epoch and what it freed. `release` it in the end."""
+        started_s = time.monotonic()
+        pull = _Pull()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._receive(handle, pull)
+        except TimeoutError:
+            self.release(handle)  # it may be ours without our knowing
+            raise _failed(handle, f"no lease came in {self._timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self.release(handle)
+            raise
+        except SlipstreamError as error:
+            raise _failed(handle, f"{error.reason}: {error.message}") from error
+        header = pull.header
+        assert header is not None
         return KvReference(
             transport=handle.transport,
             params=handle.connector_params,
             transfer_id=handle.transfer_id,
-            token_count=handle.token_count,
-            version=PolicyVersion.from_proto(handle.version),
-            oldest_version=PolicyVersion.from_proto(handle.kv_oldest_version),
-            worker_epoch=handle.worker_epoch,
-            expires_unix_ms=handle.expires_unix_ms,
+            token_count=header.token_count,
+            version=PolicyVersion.from_proto(header.version),
+            oldest_version=PolicyVersion.from_proto(header.kv_oldest_version),
+            lease_s=header.lease_ms / 1000 - (time.monotonic() - started_s),
+            address=handle.address,
         )
+
+    def release(self, handle: prefill_pb2.KvHandle) -> None:
+        """Its KV is not needed any more."""
+        if len(self._fetched[handle.address]) < MAX_PENDING_RELEASES:
+            self._fetched[handle.address].append(handle.transfer_id)
 
     async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:
         """The KV that `handle` names. Ends in `timeout_s`, with `KvTransferFailed` if it did not come."""
@@ -92,8 +117,7 @@ class KvClient:
         assert header is not None
         if zlib.crc32(pull.data) != header.crc32:
             raise _failed(handle, "its CRC differs")
-        if len(self._fetched[handle.address]) < MAX_PENDING_RELEASES:
-            self._fetched[handle.address].append(handle.transfer_id)
+        self.release(handle)
         hashes = block_hashes(salt, token_ids[: header.token_count], self._block_size_tokens)
         return KvPayload(
             KvHeader(

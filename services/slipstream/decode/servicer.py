@@ -13,7 +13,8 @@ from slipstream.api.inference.v1 import decode_pb2, decode_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RequestIdReused
 from slipstream.decode.kv_client import KvClient
-from slipstream.engine.base import DecodeRequest, Engine, SampleChunk
+from slipstream.engine.base import FRAMES, DecodeRequest, Engine, KvReference, SampleChunk
+from slipstream.engine.checks import require_transport
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.prompts import chunk_to_proto, prompt_tokens, sampling_from_proto
 from slipstream.engine.worker.rows import RowsHolder
@@ -44,12 +45,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             flush_s = request.flush.max_ms / 1000 or DEFAULT_FLUSH_S
             joined = JoinedChunks(len(request.sample_ids), 0.0 if request.flush.max_tokens else flush_s)
             prompt = PromptRoutes(self._routes, job)
-            # Closing the iterator, because the caller left or is out of time, aborts the request.
-            async with aclosing(self._engine.decode_batches(job, flush_s)) as batches:
-                async for chunks in batches:
-                    ready = joined.add(chunks)
-                    if ready:
-                        yield prompt.told(decode_pb2.DecodeResponse(chunks=[self._to_proto(job, c) for c in ready]))
+            try:
+                # Closing the iterator, because the caller left or is out of time, aborts the request.
+                async with aclosing(self._engine.decode_batches(job, flush_s)) as batches:
+                    async for chunks in batches:
+                        ready = joined.add(chunks)
+                        if ready:
+                            news = [self._to_proto(job, chunk) for chunk in ready]
+                            yield prompt.told(decode_pb2.DecodeResponse(chunks=news))
+            finally:
+                if isinstance(job.kv, KvReference):  # its blocks went with its transfer, unless there was none
+                    self._kv.release(request.kv)
             rest = joined.take()
             if rest:
                 yield prompt.told(decode_pb2.DecodeResponse(chunks=[self._to_proto(job, c) for c in rest]))
@@ -78,6 +84,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
         self._engine.check(job)  # before its KV is pulled
         if request.HasField("kv"):
+            require_transport(self._engine.capabilities, request.kv.transport or FRAMES)
             if request.request_id in self._fetching:
                 raise RequestIdReused("this request is running", request_id=request.request_id)
             self._fetching[request.request_id] = False
@@ -86,6 +93,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             finally:
                 aborted = self._fetching.pop(request.request_id)
             if aborted:
+                if isinstance(job.kv, KvReference):
+                    self._kv.release(request.kv)
                 return None
         return job
 

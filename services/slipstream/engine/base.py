@@ -74,11 +74,11 @@ class KvReference:
     version: PolicyVersion
     oldest_version: PolicyVersion
 
-    worker_epoch: str = ""
-    """The life of the prefill worker that holds it."""
+    lease_s: float = 0.0
+    """Seconds from now within which it may be taken, once; 0 before `Engine.lease_kv`."""
 
-    expires_unix_ms: int = 0
-    """Not to be taken after this, milliseconds since 1970; 0: no such time."""
+    address: str = ""
+    """Of the prefill worker, to name it in errors."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PrefillResult:
     """Oldest weights behind any of the positions."""
 
     reference: KvReference | None = None
-    """How a decode engine takes it, where KV moves by a connector; else by `Engine.export_kv`."""
+    """What `Engine.lease_kv` will lease, where KV moves by a connector; else there is `Engine.export_kv`."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +346,13 @@ class Engine(Protocol):
 
     def export_kv(self, transfer_id: str) -> KvPayload:
         """The KV of a prefill, as many times as wanted until `release_kv` or expiry."""
+        ...
+
+    def lease_kv(self, transfer_id: str) -> KvReference:
+        """Promise a prefill's KV to one taker, who may read it by the connector for `lease_s`. A second one is refused.
+
+        So nothing is read that was freed meanwhile: neither twice, nor after expiry, nor of another epoch.
+        """
         ...
 
     def release_kv(self, transfer_id: str) -> bool:

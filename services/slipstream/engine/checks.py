@@ -90,15 +90,24 @@ def require(capabilities: EngineCapabilities, name: str) -> None:
 
 
 def require_transport(capabilities: EngineCapabilities, transport: str) -> None:
-    """Refuse KV that comes, or is to go, by a way this engine does not have."""
+    """Refuse KV that comes by a way this engine does not have."""
     if transport not in capabilities.kv_transports:
         has = ", ".join(capabilities.kv_transports) or "none"
-        raise Unsupported(
-            f"this engine moves no KV by {transport}; kv_transports: {has}",
-            method="kv_transports",
-            capability="kv_transports",
-            transport=transport,
-        )
+        raise _no_transport(f"this engine moves no KV by {transport}; kv_transports: {has}")
+
+
+def no_connector() -> Unsupported:
+    """What asking for a lease is answered where KV leaves in frames, or not at all."""
+    return _no_transport("KV of this engine does not move by a connector: see kv_transports")
+
+
+def no_frames() -> Unsupported:
+    """What asking for bytes is answered where KV moves by a connector, or not at all."""
+    return _no_transport(f"KV of this engine does not leave as {FRAMES}: see kv_transports")
+
+
+def _no_transport(message: str) -> Unsupported:
+    return Unsupported(message, method="kv_transports", capability="kv_transports")
 
 
 def _over(field: str, name: str, limit: int) -> InvalidRequest:

@@ -63,11 +63,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 expires_unix_ms=round(expires_s * 1000),
                 transport=FRAMES,
             )
-            if (reference := result.reference) is not None:
-                kv.transport = reference.transport
-                kv.connector_params = reference.params
-                kv.version.CopyFrom(result.version.to_proto())
-                kv.kv_oldest_version.CopyFrom(result.kv_oldest_version.to_proto())
+            if result.reference is not None:
+                kv.transport = result.reference.transport
+                kv.connector_params = result.reference.params
             return prefill_pb2.PrefillResponse(
                 kv=kv,
                 version=result.version.to_proto(),
@@ -95,6 +93,9 @@ class KvServicer(prefill_pb2_grpc.KvServiceServicer):
         self, request: prefill_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         self._gate.check_epoch(request.kv.worker_epoch)
+        if request.kv.transport not in ("", FRAMES):
+            yield encode_header(self._lease(request.kv.transfer_id))
+            return
         payload = self._engine.export_kv(request.kv.transfer_id)
         header, data = payload.header, memoryview(payload.data)
         if request.offset_bytes > data.nbytes:
@@ -112,6 +113,15 @@ class KvServicer(prefill_pb2_grpc.KvServiceServicer):
         for frame in iter_frames([data], request.offset_bytes):
             yield frame
         telemetry.kv_sent_bytes.inc(data.nbytes - request.offset_bytes)
+
+    def _lease(self, transfer_id: str) -> prefill_pb2.KvHeader:
+        reference = self._engine.lease_kv(transfer_id)
+        return prefill_pb2.KvHeader(
+            token_count=reference.token_count,
+            version=reference.version.to_proto(),
+            kv_oldest_version=reference.oldest_version.to_proto(),
+            lease_ms=round(reference.lease_s * 1000),
+        )
 
     async def ReleaseKv(
         self, request: prefill_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext

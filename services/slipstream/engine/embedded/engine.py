@@ -33,13 +33,14 @@ from slipstream.engine.base import (
     KvEvent,
     KvHeader,
     KvPayload,
+    KvReference,
     PausedEngine,
     PrefillRequest,
     PrefillResult,
     SampleChunk,
     UpdateReport,
 )
-from slipstream.engine.checks import check_decode, check_prefill, check_prompt
+from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector
 from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
@@ -232,6 +233,9 @@ class EmbeddedEngine:
             oldest_version=transfer.result.kv_oldest_version,
         )
         return KvPayload(header, kv.astype("<f4", copy=False).data.cast("B") if count else b"")
+
+    def lease_kv(self, transfer_id: str) -> KvReference:
+        raise no_connector()
 
     def release_kv(self, transfer_id: str) -> bool:
         entry = self._transfers.pop(transfer_id, None)

@@ -40,7 +40,10 @@ class VllmConfig(BaseConfig):
     """Expert routes kept for the trainer; the oldest are dropped beyond."""
 
     transfer_ttl_s: float = Field(default=60.0, gt=0)
-    """KV of a prefill that nobody released is freed after this long."""
+    """KV of a prefill that nobody released is freed after this long, counted anew when a decode worker claims it."""
+
+    transfer_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time for one prompt's KV to come by the connector; then the request fails and is placed again."""
 
     connector: Literal["none", "nixl", "mooncake"] = "none"
     """How KV moves from prefill to decode workers; the same in both pools. "none": decode computes the prompts."""

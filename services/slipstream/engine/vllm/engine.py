@@ -23,10 +23,12 @@ import numpy as np
 
 from slipstream.common.errors import (
     EngineFull,
-    KvUnknown,
+    KvMismatch,
+    KvTransferFailed,
     NoWeights,
     RequestAborted,
     RequestIdReused,
+    SlipstreamError,
 )
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import (
@@ -38,16 +40,20 @@ from slipstream.engine.base import (
     FinishReason,
     KvEvent,
     KvPayload,
+    KvReference,
     PausedEngine,
     PrefillRequest,
     PrefillResult,
     SampleChunk,
     UpdateReport,
 )
-from slipstream.engine.checks import check_decode, check_prefill, check_prompt
+from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector, no_frames
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.connector import load_params
 from slipstream.engine.vllm.counters import Counters
+from slipstream.engine.vllm.prefills import Prefills
+from slipstream.engine.vllm.rows import routes_of
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
 from slipstream.models.base import Sizes
@@ -76,6 +82,7 @@ class VllmEngine:
         self._routes = RouteStore(config.route_bytes)
         self._salts = SaltVersions(2 * config.block_count)
         self._open: dict[str, OpenRequest] = {}
+        self._prefills = Prefills(config, self._salts, self._count_prompt, self._keep_prompt_routes)
         self._swapping = asyncio.Lock()
         self._version: PolicyVersion | None = None
         self._update_task: asyncio.Task[UpdateReport] | None = None
@@ -94,8 +101,8 @@ class VllmEngine:
             vocab_size=sizes.vocab_size,
         )
         self.capabilities = EngineCapabilities(
-            prefills=False,
-            kv_transports=(),
+            prefills=config.connector != "none",
+            kv_transports=() if config.connector == "none" else (config.connector,),
             truncates_sampling=False,
             chunked_prefill=True,
         )
@@ -122,6 +129,7 @@ class VllmEngine:
         self._sockets = SocketDirectory()
         self._llm = launch(self._model_dir, self._sizes, self._config, self._counters, self._sockets.path)
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
+        self._prefills.start(self._llm)
         await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
         self._watching = asyncio.create_task(self._watch())
 
@@ -132,6 +140,8 @@ class VllmEngine:
             await asyncio.wait((self._update_task,))
         for request_id in list(self._open):
             await self.abort(request_id)
+        if not self._llm.errored:
+            await self._prefills.stop()
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # before its other end goes, which it would report as a failure
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_TIMEOUT_S)
@@ -160,18 +170,24 @@ class VllmEngine:
         for open_request in self._open.values():
             open_request.error = RequestAborted("the engine has ended")
             open_request.wake(flush=False)
+        self._prefills.fail(RequestAborted("the engine has ended"))
 
     # --- Prefill and KV ------------------------------------------------------------------------------
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         check_prefill(request, self._version, self.limits, self.capabilities)
-        raise AssertionError("not reached: this engine does not prefill")
+        return await self._prefills.run(request, self._waiting)
 
     def export_kv(self, transfer_id: str) -> KvPayload:
-        raise KvUnknown("never held", transfer_id=transfer_id)
+        raise no_frames()
+
+    def lease_kv(self, transfer_id: str) -> KvReference:
+        if not self.capabilities.prefills:
+            raise no_connector()
+        return self._prefills.lease(transfer_id)
 
     def release_kv(self, transfer_id: str) -> bool:
-        return False
+        return self._prefills.release(transfer_id)
 
     # --- Decode --------------------------------------------------------------------------------------
 
@@ -187,7 +203,8 @@ class VllmEngine:
         self.check(request)
         assert self._version is not None
         open_request = self._open[request.request_id] = OpenRequest(request, self._version, flush_s)
-        self._salts.use(request.salt, self._version)
+        oldest = request.kv.oldest_version if isinstance(request.kv, KvReference) else self._version
+        self._salts.use(request.salt, min(oldest, self._version))
         for sample in open_request.samples:
             sample.task = asyncio.create_task(self._run(open_request, sample))
         try:
@@ -203,6 +220,13 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         request, sampling = open_request.request, open_request.request.sampling
+        kv = request.kv if isinstance(request.kv, KvReference) and request.kv.token_count else None
+        if kv is not None and sample.index > 0:
+            await open_request.prompt_ready.wait()  # one transfer; the others find it in the prefix cache
+            if open_request.error is not None or sample.aborted:
+                sample.finish_reason = "aborted"
+                open_request.wake(flush=False)
+                return
         parameters = SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=0.0 if sampling.temperature < GREEDY_BELOW else 1.0,
@@ -213,6 +237,8 @@ class VllmEngine:
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
         )
+        if kv is not None and sample.index == 0:
+            parameters.extra_args = {"kv_transfer_params": load_params(kv, self._config.transfer_timeout_s)}
         if sampling.temperature >= GREEDY_BELOW:
             parameters.temperature = sampling.temperature  # vLLM rounds what is below 0.01 up, when it is built
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
@@ -223,16 +249,25 @@ class VllmEngine:
                 await self._llm.abort(sample.vllm_id, internal=True)
             while not sample.finish_reason:
                 self._take(open_request, sample, collector.get_nowait() or await collector.get())
+        except SlipstreamError as error:
+            open_request.error = error
         except Exception as error:
             open_request.error = RequestAborted(f"vLLM ended the request: {type(error).__name__}: {error}")
+        open_request.prompt_ready.set()
         open_request.wake(flush=False)
 
     def _take(self, open_request: OpenRequest, sample: Sample, output: Any) -> None:
         assert self._version is not None
         (news,) = output.outputs
+        if output.finished and news.finish_reason == "error":
+            raise self._error_of(open_request.request)
         if news.token_ids and not sample.token_ids:
-            sample.cached_token_count = output.num_cached_tokens or 0
-            self._count_prompt(open_request, sample)
+            sample.cached_token_count = min(output.num_cached_tokens or 0, len(open_request.request.token_ids) - 1)
+            if not open_request.counted:  # once: vLLM computes the end of it anew for each further sample
+                open_request.counted = True
+                request = open_request.request
+                self._count_prompt(len(request.token_ids) - 1, sample.cached_token_count)
+            open_request.prompt_ready.set()
             first = sample.spans[0][1]
             cached = sample.cached_token_count > 0
             sample.kv_oldest = min(first, self._salts.oldest(open_request.request.salt)) if cached else first
@@ -245,15 +280,18 @@ class VllmEngine:
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
 
-    def _count_prompt(self, open_request: OpenRequest, sample: Sample) -> None:
-        """Count a request's prompt once. vLLM computes the end of it anew for each further sample."""
-        if open_request.counted:
-            return
-        open_request.counted = True
-        count = len(open_request.request.token_ids) - 1
+    def _error_of(self, request: DecodeRequest) -> SlipstreamError:
+        if isinstance(request.kv, KvReference):
+            return KvTransferFailed(
+                f"KV of {request.kv.transfer_id} from {request.kv.address} did not come", address=request.kv.address
+            )
+        return RequestAborted("vLLM ended the request with an error")
+
+    def _count_prompt(self, count: int, cached_count: int) -> None:
+        """Count a prompt of as many positions whose KV is needed, and as many found."""
         self._counters.prefix_query_tokens += count
-        self._counters.prefix_hit_tokens += sample.cached_token_count
-        self._counters.prefilled_tokens += count - sample.cached_token_count
+        self._counters.prefix_hit_tokens += cached_count
+        self._counters.prefilled_tokens += count - cached_count
 
     def _keep_routes(self, request: DecodeRequest, sample: Sample, rows: np.ndarray) -> None:
         """Rows of the prompt but its last token go under the request, the rest under the sample."""
@@ -261,15 +299,24 @@ class VllmEngine:
         if len(rows) != first + len(sample.token_ids):  # whose they are is not known
             self._routes.dropped_rows += first + len(sample.token_ids)
             return
-        rows = np.ascontiguousarray(rows, dtype=self.limits.route_dtype)
-        told = min(request.first_route_position, first)
-        self._routes.put(request.request_id, RouteRows(rows[told:first], told))
-        self._routes.put(request.sample_ids[sample.index], RouteRows(rows[first:], first))
+        if request.kv is None:  # else they are where the prompt was computed
+            self._keep_prompt_routes(request, rows[:first])
+        own = routes_of(rows[first:], first, self.limits.route_dtype)
+        self._routes.put(request.sample_ids[sample.index], own)
+
+    def _keep_prompt_routes(self, request: PrefillRequest | DecodeRequest, rows: np.ndarray) -> None:
+        told = min(request.first_route_position, len(rows))
+        self._routes.put(request.request_id, routes_of(rows[told:], told, self.limits.route_dtype))
 
     async def abort(self, request_id: str) -> int:
         await asyncio.sleep(0)  # an id that is unknown must not keep the loop to its caller
         open_request = self._open.pop(request_id, None)
-        return 0 if open_request is None else await self._abort_samples(open_request)
+        if open_request is not None:
+            return await self._abort_samples(open_request)
+        ended = await self._prefills.abort(request_id)
+        if ended:
+            await self._settle()
+        return ended
 
     async def _abort_samples(self, open_request: OpenRequest) -> int:
         """End what runs; returns how many, once vLLM has freed their blocks."""
@@ -279,6 +326,7 @@ class VllmEngine:
             return 0
         for sample in samples:
             sample.aborted = True
+        open_request.prompt_ready.set()
         await self._llm.abort([sample.vllm_id for sample in samples if sample.vllm_id], internal=True)
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await asyncio.wait(tasks)  # vLLM answers with what there is
@@ -289,19 +337,22 @@ class VllmEngine:
     @property
     def _waiting(self) -> int:
         """Requests without a token: those that wait, and those whose prompts are computed now."""
-        return sum(open_request.waiting for open_request in self._open.values())
+        return sum(open_request.waiting for open_request in self._open.values()) + self._prefills.running_count
 
     async def _settle(self) -> None:
         """Wait until the counters have seen an abort."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                while self._counters.running + self._counters.waiting > sum(
-                    len(each.unfinished) for each in self._open.values()
+                while (
+                    self._counters.running + self._counters.waiting
+                    > sum(len(each.unfinished) for each in self._open.values()) + self._prefills.running_count
                 ):
                     await self._counters.next_record()
 
     def check(self, request: DecodeRequest) -> None:
         check_decode(request, self._version, self.limits, self.capabilities)
+        if isinstance(request.kv, KvReference) and request.kv.token_count != len(request.token_ids) - 1:
+            raise KvMismatch(f"KV of {request.kv.token_count} tokens is not of this prompt", field="token_count")
         if request.request_id in self._open:
             raise RequestIdReused("this request is running", request_id=request.request_id)
         limit = self._config.max_waiting_requests
@@ -334,6 +385,7 @@ class VllmEngine:
                     self._end(error)
                     raise
                 in_flight = self._mark_swap(counts, version)
+                self._prefills.swapped(counts, version)
                 self._version = version
             return UpdateReport(version, previous, time.monotonic() - started_s, apply_s, in_flight)
 
@@ -436,6 +488,7 @@ class VllmEngine:
             route_bytes=self._routes.size_bytes,
             routes_dropped=self._routes.dropped_rows,
             dead_kv_bytes=counters.cache.dead_blocks * self.limits.block_size_tokens * self.limits.kv_bytes_per_token,
+            kv_transfers=self._prefills.held_count,
         )
 
     def drain_busy(self) -> list[BusyInterval]:

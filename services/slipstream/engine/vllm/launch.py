@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.common.config import ENVIRONMENT
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.connector import check_connector, transfer_config
 from slipstream.engine.vllm.installed import find_vllm
 from slipstream.engine.vllm.process import dying_with_us
 from slipstream.models.base import Sizes
@@ -36,13 +37,17 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
     for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
+    check_connector(config)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.engine.vllm.merging import keep_routes_when_merging
+    from slipstream.engine.vllm.plugin import register
 
     keep_routes_when_merging()
+    if config.connector != "none":
+        register()
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
         load_format="dummy",  # the first update brings the weights
@@ -65,6 +70,7 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
         logprobs_mode="processed_logprobs",
         enable_return_routed_experts=True,
         worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
+        kv_transfer_config=transfer_config(config),
         scheduler_cls="slipstream.engine.vllm.scheduler.ProbeScheduler",
     ).create_engine_config()
     # The platform has just chosen "spawn", which takes 20 s more to start and does not end cleanly.

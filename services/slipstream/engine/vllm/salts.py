@@ -15,8 +15,8 @@ class SaltVersions:
         self._first: OrderedDict[str, PolicyVersion] = OrderedDict()
 
     def use(self, salt: str, version: PolicyVersion) -> None:
-        """A prompt comes in under a salt."""
-        self._first.setdefault(salt, version)
+        """A prompt comes in under a salt, computed with these weights, here or elsewhere."""
+        self._first[salt] = min(version, self._first.get(salt, version))
         self._first.move_to_end(salt)
         if len(self._first) > self._kept_count:
             self._first.popitem(last=False)

@@ -83,6 +83,8 @@ class OpenRequest:
         self.error: Exception | None = None
         self.counted = False
         """Whether the counters have its prompt."""
+        self.prompt_ready = asyncio.Event()
+        """Its KV is here, or will never be: with KV from elsewhere, the samples but the first wait for it."""
         self._flush_s = flush_s
         self._flush_now = False
         self._news = asyncio.Event()

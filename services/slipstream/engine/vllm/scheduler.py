@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 
 from slipstream.engine.vllm.cache import NEWS, CacheLedger
+from slipstream.engine.vllm.transfers import TransferMixin
 
 PROBE_PREFIX = "slipstream-probe/"
 """Requests whose ids begin so run while all others are paused."""
@@ -107,11 +108,11 @@ class CacheMixin(Scheduler):
         return len(block_ids)
 
 
-class ProbeScheduler(CacheMixin, ProbeMixin):
+class ProbeScheduler(TransferMixin, CacheMixin, ProbeMixin):
     """For executors that run one step at a time: the CPU."""
 
 
-class AsyncProbeScheduler(CacheMixin, ProbeMixin, AsyncScheduler):
+class AsyncProbeScheduler(TransferMixin, CacheMixin, ProbeMixin, AsyncScheduler):
     """For executors that schedule ahead."""
 
 

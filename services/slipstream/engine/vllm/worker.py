@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.engine.vllm.draws import seed_draws_by_position
+from slipstream.engine.vllm.held import release_held
 from slipstream.engine.vllm.live import LiveWeights
 from slipstream.engine.vllm.memory_files import write_tensors
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload
@@ -40,6 +41,10 @@ class WorkerExtension:
 
     def slipstream_barrier(self) -> None:
         """Answer when all that was sent before has been taken in."""
+
+    def slipstream_release_kv(self, request_ids: list[str]) -> None:
+        """Nobody will read what is held of these prefills. Those that were read are free already, and skipped."""
+        release_held(request_ids)
 
     def slipstream_swap(self, path: str, previous: str | None) -> tuple[str, dict[str, int]]:
         """Replace all weights by those in a file. If that fails go back to the previous file, and say why it failed.

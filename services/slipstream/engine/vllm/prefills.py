@@ -1,0 +1,226 @@
+"""Prompts that vLLM computes for a decode engine, and holds until that has read them.
+
+| task | does | waits for | ended by |
+|---|---|---|---|
+| one for each prefill | takes its outcome out of vLLM | vLLM's output | its end, or an abort |
+"""
+
+# vLLM is not installed where the checks run.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from slipstream.common.errors import EngineFull, KvUnknown, RequestAborted, RequestIdReused
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.connector import HOLD, encode_params
+from slipstream.engine.vllm.salts import SaltVersions
+
+Rpc = Callable[..., Awaitable[Any]]
+OnRows = Callable[[PrefillRequest, np.ndarray], None]
+OnPrompt = Callable[[int, int], None]
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """One prompt, from its call until its KV is given up."""
+
+    request: PrefillRequest
+    future: asyncio.Future[PrefillResult]
+    oldest: PolicyVersion
+    """Of the weights that compute it."""
+    vllm_id: str = ""
+    """Set once vLLM has it."""
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    """Frees what nobody took."""
+    aborted: bool = False
+    leased: bool = False
+
+
+class Prefills:
+    """Running and held ones of one engine."""
+
+    def __init__(self, config: VllmConfig, salts: SaltVersions, on_prompt: OnPrompt, on_rows: OnRows) -> None:
+        self._config = config
+        self._salts = salts
+        self._on_prompt = on_prompt
+        self._on_rows = on_rows
+        self._entries: dict[str, _Prefill] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self.version: PolicyVersion | None = None
+        """Kept by the engine: what prompts are computed with now."""
+
+    def start(self, llm: Any) -> None:
+        self._llm = llm
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def running_count(self) -> int:
+        return sum(not entry.future.done() for entry in self._entries.values())
+
+    @property
+    def held_count(self) -> int:
+        """Those computed and not given up, and those about to be given up."""
+        return len(self._entries) - self.running_count + len(self._releases)
+
+    async def run(self, request: PrefillRequest, waiting_count: int) -> PrefillResult:
+        """Compute a prompt's KV. A repeat of a request that is running or held answers the same."""
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            limit = self._config.max_waiting_requests
+            if waiting_count >= limit:
+                raise EngineFull(
+                    f"{limit} requests wait: max_waiting_requests", name="max_waiting_requests", limit=limit
+                )
+            assert self.version is not None
+            entry = _Prefill(request, self._loop.create_future(), self.version)
+            self._entries[request.request_id] = entry
+            self._salts.use(request.salt, self.version)
+            entry.task = self._loop.create_task(self._compute(entry))
+        if entry.request != request:
+            raise RequestIdReused("this request_id came with another prompt before", request_id=request.request_id)
+        return await asyncio.shield(entry.future)
+
+    def swapped(self, counts: dict[str, int], version: PolicyVersion) -> None:
+        """Weights changed; `counts` has the requests that were begun."""
+        self.version = version
+        for entry in self._entries.values():
+            if not entry.future.done() and entry.vllm_id not in counts:
+                entry.oldest = version
+
+    def lease(self, transfer_id: str) -> KvReference:
+        entry = self._entries.get(transfer_id)
+        if entry is None or not entry.future.done():
+            raise KvUnknown("released, expired, or never held", transfer_id=transfer_id)
+        if entry.leased:
+            raise KvUnknown("another takes it already", transfer_id=transfer_id)
+        entry.leased = True
+        self._expire_later(entry)
+        reference = entry.future.result().reference
+        assert reference is not None
+        return replace(reference, lease_s=self._config.transfer_ttl_s)
+
+    def release(self, transfer_id: str) -> bool:
+        """Free a prompt's KV, unless a taker's read freed it already."""
+        entry = self._entries.get(transfer_id)
+        if entry is None or not entry.future.done():
+            return False
+        self._drop(entry)
+        task = self._loop.create_task(self._free([entry.vllm_id]))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+        return True
+
+    async def abort(self, request_id: str) -> int:
+        """End or give up a prefill; returns 1 once its blocks are free or about to be, 0 if there is none."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return 0
+        if self.release(request_id):
+            await asyncio.gather(*self._releases)
+            return 1
+        self._drop(entry)
+        entry.aborted = True
+        entry.future.set_exception(RequestAborted("aborted"))
+        entry.future.exception()  # seen, even if the caller is gone
+        if entry.vllm_id:
+            await self._llm.abort([entry.vllm_id], internal=True)
+        assert entry.task is not None
+        await asyncio.wait((entry.task,))
+        return 1
+
+    async def stop(self) -> None:
+        """Give everything up: before vLLM ends."""
+        for request_id in list(self._entries):
+            await self.abort(request_id)
+
+    def fail(self, error: Exception) -> None:
+        """vLLM is gone."""
+        for entry in list(self._entries.values()):
+            self._drop(entry)
+            if not entry.future.done():
+                entry.future.set_exception(error)
+                entry.future.exception()
+
+    async def _compute(self, entry: _Prefill) -> None:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        request = entry.request
+        parameters = SamplingParams(
+            max_tokens=1,  # vLLM computes nothing without sampling; nobody gets to see the token
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": dict(HOLD)},
+        )
+        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
+        output: Any = None
+        try:
+            collector = await self._llm.add_request(f"prefill/{request.request_id}", prompt, parameters)
+            entry.vllm_id = collector.request_id
+            if entry.aborted:  # before vLLM had it
+                await self._llm.abort([entry.vllm_id], internal=True)
+            while output is None or not output.finished:
+                output = collector.get_nowait() or await collector.get()
+        except Exception as error:
+            self._fail(entry, f"vLLM ended the request: {type(error).__name__}: {error}")
+            return
+        if not output.kv_transfer_params:
+            self._fail(entry, f"vLLM ended the request: {output.outputs[0].finish_reason}")
+        elif entry.future.done():  # aborted while it ended by itself
+            await self._free([entry.vllm_id])
+        else:
+            self._finish(entry, output)
+
+    def _fail(self, entry: _Prefill, message: str) -> None:
+        if not entry.future.done():
+            self._drop(entry)
+            entry.future.set_exception(RequestAborted(message))
+            entry.future.exception()
+
+    def _finish(self, entry: _Prefill, output: Any) -> None:
+        assert self.version is not None
+        request, count = entry.request, len(entry.request.token_ids) - 1
+        cached = min(output.num_cached_tokens or 0, count)
+        oldest = min(entry.oldest, self._salts.oldest(request.salt)) if cached else entry.oldest
+        self._on_prompt(count, cached)
+        rows = output.outputs[0].routed_experts
+        if request.capture_routes and rows is not None and len(rows) == count + 1:
+            self._on_rows(request, rows[:count])
+        reference = KvReference(
+            transport=self._config.connector,
+            params=encode_params(output.kv_transfer_params),
+            transfer_id=request.request_id,
+            token_count=count,
+            version=self.version,
+            oldest_version=oldest,
+        )
+        self._expire_later(entry)
+        entry.future.set_result(
+            PrefillResult(request.request_id, count, cached, self.version, oldest, reference=reference)
+        )
+
+    def _expire_later(self, entry: _Prefill) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        request_id = entry.request.request_id
+        entry.timer = self._loop.call_later(self._config.transfer_ttl_s, self.release, request_id)
+
+    def _drop(self, entry: _Prefill) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        del self._entries[entry.request.request_id]
+
+    async def _free(self, vllm_ids: Sequence[str]) -> None:
+        """Tell vLLM's connector that nobody will read these any more."""
+        async with asyncio.timeout(self._config.update_timeout_s):
+            await self._llm.collective_rpc("slipstream_release_kv", args=(list(vllm_ids),))
