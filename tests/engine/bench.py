@@ -19,6 +19,7 @@ from slipstream.engine.base import (
     DecodeRequest,
     Engine,
     KvPayload,
+    KvReference,
     PrefillRequest,
     PrefillResult,
     SampleChunk,
@@ -93,7 +94,7 @@ class Bench:
         prompt: Sequence[int],
         samples: int = 1,
         salt: str | None = None,
-        kv: KvPayload | None = None,
+        kv: KvPayload | KvReference | None = None,
         capture_routes: bool | None = None,
         **sampling: Any,
     ) -> DecodeRequest:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import Engine, KvPayload
+from slipstream.engine.base import Engine, KvPayload, KvReference
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.engine.vllm.config import VllmConfig
@@ -45,7 +45,7 @@ class EngineUnderTest(Protocol):
         """
         ...
 
-    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
+    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:
         """Bring a prefill's KV on its way to another engine, as a decode worker does."""
         ...
 
@@ -74,7 +74,7 @@ class Embedded:
         await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
         return engine
 
-    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
+    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:
         return prefiller.export_kv(transfer_id)
 
     def check(self, engine: Engine) -> None:
@@ -83,7 +83,7 @@ class Embedded:
 
 
 class Vllm:
-    """vLLM in its own process, on the CPU. It has no prefill pool yet: bodies that need one fail."""
+    """vLLM in its own process, on the CPU; KV moves over NIXL."""
 
     name = "vllm"
     tolerance = 1e-5
@@ -95,14 +95,16 @@ class Vllm:
             max_running_samples=limits.running_samples,
             max_waiting_requests=limits.waiting_requests,
             max_prefill_tokens=64,
+            transfer_ttl_s=limits.transfer_ttl_s,
+            connector="nixl",
         )
         engine = VllmEngine(model_dir, sizes, config)
         await engine.start()
         await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
         return engine
 
-    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | None:
-        return None
+    async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:
+        return prefiller.lease_kv(transfer_id)
 
     def check(self, engine: Engine) -> None:
         """vLLM's books are its own."""

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
-@pytest.mark.parametrize("beside", [1, 2, -1])
+@pytest.mark.parametrize("beside", [1, 2, 0, -1])
 async def test_greedy_tokens_are_a_single_engines(bench: Bench, prefiller: Bench, blocks, beside):
     prompt = prompt_of(max(blocks * bench.block + beside, 1), seed=1)
     expected = await bench.greedy(prompt, 12)

@@ -29,26 +29,22 @@ def register() -> None:
         return
 
     def post_init(self: Any) -> None:
-        model: Any = self.model_config
-        transfer: Any = self.kv_transfer_config
-        both = (
-            model is not None
-            and model.enable_return_routed_experts
-            and transfer is not None
-            and transfer.is_kv_transfer_instance
-        )
-        if not both:
+        transfer = self.kv_transfer_config
+        if transfer is None or not transfer.is_kv_transfer_instance or not _captures(self.model_config):
             original(self)
             return
-        parallel = self.parallel_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-            if getattr(parallel, name) > 1:  # what vLLM would refuse as well
+            if getattr(self.parallel_config, name) > 1:  # what vLLM would refuse as well
                 raise ValueError(f"expert capture does not go with {name} > 1")
-        model.enable_return_routed_experts = False
+        self.model_config.enable_return_routed_experts = False
         try:
             original(self)
         finally:
-            model.enable_return_routed_experts = True
+            self.model_config.enable_return_routed_experts = True
 
     setattr(post_init, _LIFTED, True)
     VllmConfig.__post_init__ = post_init  # type: ignore[method-assign]
+
+
+def _captures(model_config: Any) -> bool:
+    return model_config is not None and model_config.enable_return_routed_experts
