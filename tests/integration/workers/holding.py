@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any
 
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import Engine, PausedEngine, PrefillRequest, PrefillResult, UpdateReport
+from slipstream.engine.base import (
+    DecodeRequest,
+    Engine,
+    PausedEngine,
+    PrefillRequest,
+    PrefillResult,
+    SampleChunk,
+    UpdateReport,
+)
 
 DEADLINE_S = 20.0
 
@@ -41,7 +49,7 @@ class Point:
 
 
 class HoldingEngine:
-    """An engine as it is, with points before its prefills, before its swaps and before the verdict on one."""
+    """An engine as it is, with points before its prefills, requests to decode, and swaps, and before the verdict."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -58,6 +66,14 @@ class HoldingEngine:
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         await self.points["prefill"].passed()
         return await self._engine.prefill(request)
+
+    async def decode_batches(
+        self, request: DecodeRequest, flush_s: float = 1.0
+    ) -> AsyncGenerator[list[SampleChunk], None]:
+        await self.points["decode"].passed()
+        async with aclosing(self._engine.decode_batches(request, flush_s)) as batches:
+            async for chunks in batches:
+                yield chunks
 
     async def update(
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]

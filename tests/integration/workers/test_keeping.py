@@ -1,0 +1,148 @@
+"""The version keeper, the workers, a router and the runner's client together: updates while requests arrive and die."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from slipstream.api.inference.v1 import worker_pb2
+from slipstream.common.version import PolicyVersion
+from tests.integration.workers.keeping import keeping
+
+V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
+UPDATES, ARRIVALS = 20, 500
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, number] for number in range(20)]
+
+
+@pytest.mark.timeout(180, func_only=False)
+async def test_of_500_arrivals_during_20_updates_none_is_lost_or_reads_older_kv(cluster, start_turns):
+    second = await cluster.add_worker("decode", "decode-2")
+    await second.serving(V1)
+    turns = await start_turns()
+    last = PolicyVersion(1, 1 + UPDATES)
+    async with keeping(cluster) as kept:
+        await kept.until_serving(V1)
+        asked: list[tuple[PolicyVersion, asyncio.Task]] = []
+
+        async def arrive() -> None:
+            number = len(asked)
+            prompt = PROMPTS[number % len(PROMPTS)]
+
+            def turn(version: PolicyVersion):
+                return turns.ask(prompt, f"g{number}", version=version, max_new_tokens=24, deadline_s=60.0)
+
+            asked.append((kept.serving, asyncio.create_task(kept.group(f"g{number}", turn))))
+            await asyncio.sleep(0)
+
+        for step in range(2, 2 + UPDATES):
+            await cluster.publish(PolicyVersion(1, step))
+            for _ in range(ARRIVALS // UPDATES):
+                await arrive()
+                await asyncio.sleep(0.002)
+            await kept.until_serving(PolicyVersion(1, step), timeout_s=60.0)
+        answers = await asyncio.gather(*(task for _, task in asked))
+        applied = kept.keeper.applied
+    assert len(answers) == ARRIVALS
+    crossed = 0
+    for (dispatched, _), turn in zip(asked, answers, strict=True):
+        for sample in turn.samples:
+            assert len(sample.token_ids) == 24
+            assert sum(span.token_count for span in sample.spans) == 24
+            versions = [PolicyVersion.from_proto(span.version) for span in sample.spans]
+            assert versions == sorted(versions)
+            oldest = min(PolicyVersion.from_proto(span.kv_oldest_version) for span in sample.spans)
+            assert dispatched <= oldest <= versions[0]
+            crossed += len(set(versions)) > 1
+    assert crossed > 0
+    assert applied >= 3 * UPDATES
+    assert (asked[0][0], len({dispatched for dispatched, _ in asked})) == (V1, UPDATES)
+    fresh = await turns.ask(PROMPTS[0], "fresh", version=last)
+    assert [sample.token_ids for sample in fresh.samples] == [cluster.greedy(last, PROMPTS[0], 8)] * 2
+    await turns.nothing_left()
+
+
+async def test_a_salt_ends_with_its_last_group_and_nothing_is_left_under_it(cluster, start_turns):
+    prefiller, decoder = cluster.members
+    turns = await start_turns()
+    async with keeping(cluster) as kept:
+        await kept.until_serving(V1)
+        point = decoder.engine.points["decode"]
+        point.close()
+        late = asyncio.create_task(
+            kept.group("late", lambda version: turns.ask(PROMPTS[0], "late", version=version, max_new_tokens=64))
+        )
+        await point.reached()
+        await cluster.publish(V2)
+        await kept.until_serving(V2)
+        await asyncio.sleep(0.3)  # the keeper has told what it had to tell by now
+        again = cluster.prefill_request(prefiller, "again", prompt=PROMPTS[0], salt="run/1.1/float32")
+        assert (await prefiller.prefill.Prefill(again)).cached_token_count == 8  # its group runs: its prefix is there
+        prefiller.engine.release_kv("again")
+        updates = [member.engine.updates for member in (prefiller, decoder)]
+        point.open()
+        await late
+        async with asyncio.timeout(5):
+            while await _cached(cluster, prefiller):  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.02)
+        assert [member.engine.updates for member in (prefiller, decoder)] == updates
+        await turns.nothing_left()
+        assert [member.engine.load().dead_kv_bytes for member in (prefiller, decoder)] == [0, 0]
+
+
+async def _cached(cluster, prefiller) -> int:
+    """Blocks that can be hit under the salt of the first version, by the worker's own cache events."""
+    from slipstream.engine.hashing import block_hashes
+
+    hashes = block_hashes("run/1.1/float32", PROMPTS[0][:-1], 4)
+    held = prefiller.worker.kv_events._held
+    return sum(block_hash in held for block_hash in hashes)
+
+
+async def test_a_worker_that_dies_in_its_swap_holds_nobody_up_and_is_refitted_when_it_is_back(cluster, start_turns):
+    decoder = cluster.members[1]
+    second = await cluster.add_worker("decode", "decode-2")
+    await second.serving(V1)
+    turns = await start_turns()
+    async with keeping(cluster) as kept:
+        await kept.until_serving(V1)
+        point = decoder.engine.points["update"]
+        point.close()
+        await cluster.publish(V2)
+        await point.reached()
+        started_s = time.monotonic()
+        cluster.members.remove(decoder)
+        await decoder.server.stop(None)
+        await kept.until_serving(V2)
+        assert time.monotonic() - started_s < 10
+        point.open()
+        await decoder.stop()
+        assert [len(sample.token_ids) for sample in (await turns.ask(PROMPTS[0], version=V2)).samples] == [8, 8]
+        restarted = await cluster.restart(decoder)
+        await restarted.serving(V2)
+        async with asyncio.timeout(10):
+            while not (await turns.workers())["decode-1"].routable:  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.02)
+        assert (await restarted.describe()).state == worker_pb2.WORKER_STATE_SERVING
+
+
+async def test_a_keeper_that_dies_in_an_update_is_followed_by_another(cluster):
+    """Its updates end by their leases, or by themselves; the next keeper finds the workers and goes on."""
+    decoder = cluster.members[1]
+    point = decoder.engine.points["update"]
+    async with keeping(cluster, "first") as kept:
+        await kept.until_serving(V1)
+        point.close()
+        await cluster.publish(V2)
+        await point.reached()
+    await cluster.publish(V3)
+    point.open()
+    async with keeping(cluster, "second") as kept:
+        await kept.until_serving(V3)
+    for member in cluster.members:
+        described = await member.describe()
+        assert (described.state, PolicyVersion.from_proto(described.version)) == (
+            worker_pb2.WORKER_STATE_SERVING,
+            V3,
+        )
