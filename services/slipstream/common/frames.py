@@ -33,9 +33,9 @@ HeaderT = TypeVar("HeaderT", bound=Message)
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Any])
 
 
-def encode_data(data: Buffer) -> bytes:
-    """The message that holds `data`. One copy."""
-    return b"".join((_DATA_TAG, _varint(len(data)), data))
+def encode_data(*data: Buffer) -> bytes:
+    """The message that holds `data`, its pieces joined. One copy."""
+    return b"".join((_DATA_TAG, _varint(sum(map(len, data))), *data))
 
 
 def encode_header(header: Message | bytes) -> bytes:
@@ -93,13 +93,13 @@ def iter_joined_frames(buffers: Iterable[Buffer], offset: int = 0, frame_bytes: 
         view = view[start:]
         while held + len(view) >= frame_bytes:
             pending.append(view[: frame_bytes - held])
-            yield encode_data(b"".join(pending))
+            yield encode_data(*pending)
             view, pending, held = view[frame_bytes - held :], [], 0
         if len(view):
             pending.append(view)
             held += len(view)
     if held:
-        yield encode_data(b"".join(pending))
+        yield encode_data(*pending)
 
 
 async def read_header(messages: AsyncIterator[bytes], header_class: type[HeaderT]) -> HeaderT:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from slipstream.api.training.v1 import batch_pb2_grpc, trainer_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.runtime import leave, run_service, serve
+from slipstream.common.runtime import keep_freed_memory, leave, run_service, serve
 from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.loop import TrainingLoop
 from slipstream.trainer.model_dir import prepare_model_dir_when_room
-from slipstream.trainer.rows import RowsClient
+from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.start import start
 from slipstream.trainer.status import ActivityReporter, Status
@@ -20,18 +21,21 @@ from slipstream.weights.transport import GrpcWeightTransport
 
 async def run(config: TrainerConfig) -> None:
     """Serve until SIGTERM."""
+    keep_freed_memory()
     access = Access.from_config(config)
     prepare_model_dir_when_room(config)
     status = Status()
     telemetry.observe(status)
     batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, access))
+    torch = TorchThread(config.torch_threads)
+    rows = RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s)
     training = TrainingLoop(
         config,
         batches=batches,
         transport=GrpcWeightTransport(open_channel(config.broadcaster, access)),
-        rows=RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s),
+        rows=PlanReader(rows, torch, config.rows_window_bytes),
         status=status,
-        torch=TorchThread(config.torch_threads),
+        torch=torch,
         start=start,
     )
 

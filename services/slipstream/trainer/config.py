@@ -153,7 +153,10 @@ class TrainerConfig(ServiceConfig):
     """Longest wait of one GetPlan call, in seconds."""
 
     rows_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time to fetch the rows of one step from one holder, in seconds."""
+    """Longest time to fetch the rows of one portion of a step from one holder, in seconds."""
+
+    rows_window_bytes: int = Field(default=256 * 2**20, ge=2)
+    """Rows held at once: half of them being fetched, half being trained on, but of a micro-batch each at least."""
 
     probe_tokens: int = Field(default=12, ge=2)
     """Tokens of the probe prompt published with each version."""

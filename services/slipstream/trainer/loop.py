@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -30,10 +31,11 @@ from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import TOKENIZER_FILE
 from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.room import write_when_room
-from slipstream.trainer.rows import RouteForm, RowsClient, references, stitch
-from slipstream.trainer.sequence import TrainSequence, version_number
+from slipstream.trainer.rows import RouteForm
+from slipstream.trainer.sequence import version_number
 from slipstream.trainer.status import Status, request_id
 from slipstream.trainer.timeline import Timeline
 from slipstream.trainer.torch_thread import TorchThread
@@ -93,7 +95,7 @@ class TrainingLoop:
         *,
         batches: batch_pb2_grpc.BatchServiceStub,
         transport: WeightTransport,
-        rows: RowsClient,
+        rows: PlanReader,
         status: Status,
         torch: TorchThread,
         start: Start,
@@ -172,31 +174,14 @@ class TrainingLoop:
         """Fetch and train one plan; returns the new weights and the report."""
         version = PolicyVersion.from_proto(plan.version)
         started_s, began_s = time.time(), time.monotonic()
-        self._status.enter("fetching")
-        fetch_started_s = time.monotonic()
-        micro_batches, lost = await self._sequences(learner, plan)
-        fetch_s = time.monotonic() - fetch_started_s
-        self._status.enter("training")
-        train_started_s = time.monotonic()
-        interval = self._config.replay_check_interval_steps
-        with self._timeline.interval("train_step", step=version.step):
-            metrics = await self._torch.run(
-                learner.train,
-                micro_batches,
-                step=version.step,
-                loss_token_count=plan.loss_token_count,
-                trained=version_number(PolicyVersion(version.incarnation, version.step - 1)),
-                with_replay_check=bool(interval) and (version.step - 1) % interval == 0,
-            )
+        metrics, fetch_s = await self._optimizer_step(learner, plan)
         step_s = time.monotonic() - began_s
         finished_s = started_s + step_s
         metrics |= {
             "tokens": float(plan.token_count),
-            "sequences": float(sum(map(len, micro_batches))),
-            "sequences_lost": float(lost),
             "wait_s": wait_s,
             "fetch_s": fetch_s,
-            "train_s": time.monotonic() - train_started_s,
+            "train_s": step_s - fetch_s,
             "step_s": step_s,
         }
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
@@ -205,16 +190,38 @@ class TrainingLoop:
         telemetry.step_trained(metrics)
         return await self._snapshot(learner), _Step(version, metrics, started_s, finished_s)
 
-    async def _sequences(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[list[list[TrainSequence]], int]:
-        """The plan's sequences with their rows, and how many had lost them."""
-        parts = await self._rows.fetch(references(plan))
-        form = RouteForm.of(learner.model.routes)
-        stitched = [[stitch(planned, parts, form) for planned in batch.sequences] for batch in plan.micro_batches]
-        kept = [[sequence for sequence in batch if sequence is not None] for batch in stitched]
-        lost = sum(map(len, stitched)) - sum(map(len, kept))
+    async def _optimizer_step(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[dict[str, float], float]:
+        """Train a plan as its rows come; returns the step's figures and the seconds spent waiting for rows."""
+        version = PolicyVersion.from_proto(plan.version)
+        lengths = [planned.token_count - 1 for batch in plan.micro_batches for planned in batch.sequences]
+        interval, checked = self._config.replay_check_interval_steps, None
+        if interval and (version.step - 1) % interval == 0 and plan.micro_batches:
+            checked = version.step % len(plan.micro_batches)
+        trained = version_number(PolicyVersion(version.incarnation, version.step - 1))
+        await self._torch.run(learner.begin, plan.loss_token_count, sum(lengths), trained, checked)
+        sequences = lost = 0
+        fetch_s = 0.0
+        with ExitStack() as training:
+            async with asyncio.TaskGroup() as group:
+                asked_s = self._fetching()
+                async for portion in self._rows.read(plan, RouteForm.of(learner.model.routes), group):
+                    fetch_s += time.monotonic() - asked_s
+                    if not sequences + lost:
+                        training.enter_context(self._timeline.interval("train_step", step=version.step))
+                    sequences += sum(map(len, portion.micro_batches))
+                    lost += portion.lost
+                    self._status.enter("training")
+                    await self._torch.run(learner.add, portion.micro_batches)
+                    asked_s = self._fetching()
+            self._status.enter("training")
+            metrics = await self._torch.run(learner.finish, version.step)
         if lost:
-            log.warning("sequences_lost", count=lost, step=plan.version.step)
-        return kept, lost
+            log.warning("sequences_lost", count=lost, step=version.step)
+        return {**metrics, "sequences": float(sequences), "sequences_lost": float(lost)}, fetch_s
+
+    def _fetching(self) -> float:
+        self._status.enter("fetching")
+        return time.monotonic()
 
     async def _snapshot(self, learner: Learner) -> _Snapshot:
         """Copies of the weights, and what they say of the probe."""

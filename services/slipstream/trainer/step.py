@@ -28,11 +28,19 @@ from slipstream.trainer.sequence import TrainSequence
 
 @dataclass
 class _Tokens:
-    """Per-token figures of one micro-batch, for the metrics."""
+    """Per-token figures of one micro-batch, for the metrics: what is kept of it until the step ends."""
 
     logp_R: NDArray[np.float32]
     entropy_R: NDArray[np.float32]
     inactive_R: NDArray[np.bool_]
+    engine_R: NDArray[np.float32]
+    sampled_R: NDArray[np.int64]
+    oldest_R: NDArray[np.int64]
+    replayed_R: NDArray[np.bool_]
+    lengths: list[int]
+    """Of the sequences' inputs."""
+    unknown_count: int
+    """Inputs without a recorded route."""
 
 
 class Learner:
@@ -55,31 +63,50 @@ class Learner:
         trained: int,
         with_replay_check: bool = False,
     ) -> dict[str, float]:
-        """Take optimizer step `step` (from 1) on weights of version number `trained`; returns the step's figures."""
-        full = [batch for batch in micro_batches if batch]  # one rank: an empty one has no collective to keep in step
-        input_tokens = sum(len(sequence.routes.rows) for batch in full for sequence in batch)
+        """A whole step at once: `begin`, `add` and `finish`."""
+        input_token_count = sum(len(sequence.token_ids) - 1 for batch in micro_batches for sequence in batch)
+        checked = step % len(micro_batches) if with_replay_check and micro_batches else None
+        self.begin(loss_token_count, input_token_count, trained, checked)
+        self.add(micro_batches)
+        return self.finish(step)
+
+    def begin(self, loss_token_count: int, input_token_count: int, trained: int, checked: int | None = None) -> None:
+        """Start a step of so many trained tokens and inputs, on weights of version number `trained`.
+
+        `checked`: the micro-batch, from 0, whose mismatch is also looked at without replay.
+        """
         self._adamw.zero_grad(set_to_none=True)
-        totals = {"loss": 0.0, "balance_loss": 0.0}
-        tokens = [self._backward(batch, loss_token_count, input_tokens, totals) for batch in full]
+        self._loss_token_count, self._input_token_count = loss_token_count, input_token_count
+        self._trained, self._checked, self._added = trained, checked, 0
+        self._totals = {"loss": 0.0, "balance_loss": 0.0}
+        self._tokens: list[_Tokens] = []
+
+    def add(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> None:
+        """Add their gradients; nothing of them is kept but figures."""
+        for batch in micro_batches:
+            if batch:  # one rank: an empty one has no collective to keep in step
+                self._tokens.append(self._backward(batch))
+                if self._added == self._checked:
+                    self._totals |= check_replay(self.model, batch, self._tokens[-1].logp_R, self._trained)
+            self._added += 1
+
+    def finish(self, step: int) -> dict[str, float]:
+        """Take optimizer step `step` (from 1); returns its figures."""
+        tokens, self._tokens = self._tokens, []
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._optim.max_grad_norm) if full else torch.tensor(0.0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._optim.max_grad_norm) if tokens else torch.tensor(0.0)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"the gradient of step {step} is not finite")
         lr = self.learning_rate(step)
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        checked = {}
-        if with_replay_check and full:
-            index = step % len(full)
-            checked = check_replay(self.model, full[index], tokens[index].logp_R, trained)
         self._adamw.step()
         return {
-            **totals,
-            **checked,
+            **self._totals,
             "grad_norm": float(norm),
             "learning_rate": lr,
-            "padding_fraction": _padding_fraction(full),
-            **_token_metrics([sequence for batch in full for sequence in batch], tokens, trained),
+            "padding_fraction": _padding_fraction([part.lengths for part in tokens]),
+            **_token_metrics(tokens, self._trained),
         }
 
     def learning_rate(self, step: int) -> float:
@@ -91,21 +118,29 @@ class Learner:
             final_fraction=self._optim.final_lr_fraction,
         )
 
-    def _backward(
-        self, batch: Sequence[TrainSequence], loss_token_count: int, input_tokens: int, totals: dict[str, float]
-    ) -> _Tokens:
+    def _backward(self, batch: Sequence[TrainSequence]) -> _Tokens:
         packed = pack(batch)
         logits_RV = packed.logits_RV(self.model, balance=True)
         new_R, entropy_R = target_logps(logits_RV, packed.targets_R, temperatures(batch))
         old_R = torch.from_numpy(np.concatenate([sequence.engine_logps for sequence in batch]))
         counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
         advantage_R = torch.tensor([s.advantage for s in batch], dtype=torch.float32).repeat_interleave(counts)
-        terms = self._loss(new_R, old_R, advantage_R, denominator=float(loss_token_count))
-        balance = self.model.routes.balance_loss() * (packed.tokens_1T.numel() / input_tokens)
+        terms = self._loss(new_R, old_R, advantage_R, denominator=float(self._loss_token_count))
+        balance = self.model.routes.balance_loss() * (packed.tokens_1T.numel() / self._input_token_count)
         (terms.loss + self._optim.balance_coefficient * balance).backward()
-        totals["loss"] += float(terms.loss.detach())
-        totals["balance_loss"] += float(balance.detach())
-        return _Tokens(new_R.detach().numpy(), entropy_R.numpy(), terms.inactive_T.numpy())
+        self._totals["loss"] += float(terms.loss.detach())
+        self._totals["balance_loss"] += float(balance.detach())
+        return _Tokens(
+            logp_R=new_R.detach().numpy(),
+            entropy_R=entropy_R.numpy(),
+            inactive_R=terms.inactive_T.numpy(),
+            engine_R=old_R.numpy(),
+            sampled_R=np.concatenate([sequence.sampled_at for sequence in batch]),
+            oldest_R=np.concatenate([sequence.kv_oldest for sequence in batch]),
+            replayed_R=np.concatenate([sequence.replayed_R for sequence in batch]),
+            lengths=[len(sequence.token_ids) - 1 for sequence in batch],
+            unknown_count=sum(int((~sequence.known_N).sum()) for sequence in batch),
+        )
 
     @torch.no_grad()
     def logps(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
@@ -130,9 +165,8 @@ class Learner:
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
 
 
-def _padding_fraction(batches: Sequence[Sequence[TrainSequence]]) -> float:
-    """Part of attention's padded slots that hold no token."""
-    lengths = [[len(sequence.routes.rows) for sequence in batch] for batch in batches]
+def _padding_fraction(lengths: Sequence[Sequence[int]]) -> float:
+    """Part of attention's padded slots that hold no token, by the lengths of each micro-batch's sequences."""
     slots = sum(len(batch) * max(batch) for batch in lengths)
     return 1.0 - sum(map(sum, lengths)) / slots if slots else 0.0
 
@@ -142,23 +176,22 @@ def _loss_function(config: LossConfig) -> Callable[..., LossTerms]:
     return partial(clipped_loss if isinstance(config, ClippedLossConfig) else masked_ratio_loss, **options)
 
 
-def _token_metrics(sequences: Sequence[TrainSequence], tokens: Sequence[_Tokens], trained: int) -> dict[str, float]:
+def _token_metrics(tokens: Sequence[_Tokens], trained: int) -> dict[str, float]:
     """Figures over all trained tokens of the step."""
-    if not sequences:
+    if not tokens:
         return {"loss_tokens": 0.0}
     trainer_R = np.concatenate([part.logp_R for part in tokens])
-    engine_R = np.concatenate([sequence.engine_logps for sequence in sequences])
-    sampled_R = np.concatenate([sequence.sampled_at for sequence in sequences])
-    oldest_R = np.concatenate([sequence.kv_oldest for sequence in sequences])
-    replayed_R = np.concatenate([sequence.replayed_R for sequence in sequences])
-    exact_R = pure_tokens(sampled_R, oldest_R, trained) & replayed_R
+    engine_R = np.concatenate([part.engine_R for part in tokens])
+    sampled_R = np.concatenate([part.sampled_R for part in tokens])
+    oldest_R = np.concatenate([part.oldest_R for part in tokens])
+    exact_R = pure_tokens(sampled_R, oldest_R, trained) & np.concatenate([part.replayed_R for part in tokens])
     difference_R = np.abs(trainer_R - engine_R)[exact_R]
-    known = np.concatenate([sequence.known_N for sequence in sequences])
+    input_count = sum(sum(part.lengths) for part in tokens)
     return {
         "loss_tokens": float(trainer_R.size),
         "entropy": float(np.concatenate([part.entropy_R for part in tokens]).mean()),
         "masked_fraction": float(np.concatenate([part.inactive_R for part in tokens]).mean()),
-        "routes_unknown_fraction": float(1.0 - known.mean()),
+        "routes_unknown_fraction": sum(part.unknown_count for part in tokens) / input_count,
         "pure_max_abs_diff": float(difference_R.max()) if difference_R.size else 0.0,
         "pure_token_count": float(difference_R.size),
         **mismatch(trainer_R, engine_R, sampled_R, oldest_R, trained).metrics(),

@@ -27,8 +27,9 @@ from slipstream.common.version import PolicyVersion
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
 from slipstream.trainer.config import OptimConfig, TrainerConfig
+from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.loop import TrainingLoop
-from slipstream.trainer.rows import RowsClient
+from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.status import Status
 from slipstream.trainer.step import Learner
@@ -245,7 +246,7 @@ def training_loop(world: World, config: TrainerConfig, thread: TorchThread, stat
         config,
         batches=batch_pb2_grpc.BatchServiceStub(world.channel(world.addresses[world.orchestrator])),
         transport=GrpcWeightTransport(world.channel(world.addresses[world.broadcaster])),
-        rows=rows,
+        rows=PlanReader(rows, thread, config.rows_window_bytes),
         status=status,
         torch=thread,
         start=start,

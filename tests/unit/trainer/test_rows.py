@@ -9,8 +9,9 @@ from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import Ranges
+from slipstream.trainer.fetch import Part, RefId
 from slipstream.trainer.probe import choose_probe, probe_prompts
-from slipstream.trainer.rows import Part, RouteForm, stitch
+from slipstream.trainer.rows import RouteForm, stitch
 from slipstream.trainer.sequence import version_number
 
 SHAPE = (2, 1)
@@ -43,7 +44,7 @@ def planned(**fields: object) -> batch_pb2.PlannedSequence:
     return batch_pb2.PlannedSequence(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
-def parts(**extra: Part) -> dict[tuple[str, str], Part]:
+def parts(**extra: Part) -> dict[RefId, Part]:
     rows = {
         "t": part(0, np.arange(6, dtype=np.int32)),
         "l": part(0, -np.arange(6, dtype=np.float32)),
@@ -51,7 +52,7 @@ def parts(**extra: Part) -> dict[tuple[str, str], Part]:
         "d": part(2, routes(12, 13, 14, 15)),
         **extra,
     }
-    return {("h", key): value for key, value in rows.items()}
+    return {("h", key, 0, 0): value for key, value in rows.items()}
 
 
 def test_prompt_rows_and_decode_rows_meet_at_their_positions():
@@ -88,7 +89,7 @@ def test_the_first_reference_that_knows_a_position_wins():
 def test_a_sequence_without_all_its_tokens_is_lost():
     assert stitch(planned(), parts(t=part(0, np.arange(5, dtype=np.int32))), FORM) is None
     missing = parts()
-    del missing["h", "l"]
+    del missing["h", "l", 0, 0]
     assert stitch(planned(), missing, FORM) is None
 
 

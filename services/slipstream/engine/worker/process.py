@@ -15,7 +15,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.channels import Channels
 from slipstream.common.config import ConfigError
-from slipstream.common.runtime import serve
+from slipstream.common.runtime import keep_freed_memory, serve
 from slipstream.common.state import State
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.worker.config import WorkerConfig
@@ -40,6 +40,7 @@ async def run_worker(
     config: WorkerConfig, role: worker_pb2.WorkerRole, build_pool: Callable[[Worker, Access], Pool]
 ) -> None:
     """Serve until SIGTERM."""
+    keep_freed_memory()
     access = Access.from_config(config)
     sizes = await _model_sizes(config)
     engine = _build_engine(config, sizes)

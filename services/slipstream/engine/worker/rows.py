@@ -6,16 +6,16 @@ Keys on the wire are the pool's prefix and the engine's key: "p/<request_id>" at
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 
 import grpc
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.errors import OffsetOutOfRange, RoutesUnknown
-from slipstream.common.frames import encode_header, iter_joined_frames
+from slipstream.common.errors import RoutesUnknown
+from slipstream.common.rows import answer_rows
 from slipstream.engine.base import Engine
 from slipstream.engine.worker.identity import WorkerIdentity
 
@@ -82,19 +82,9 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
     async def FetchRows(
         self, request: rows_pb2.FetchRowsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        parts, pieces = [], []
-        size_bytes = crc32 = 0
-        for ref in request.refs:
-            part, data = self._routes.read(ref)
-            parts.append(part)
-            pieces.append(data)
-            size_bytes += data.nbytes
-            crc32 = zlib.crc32(data, crc32)
-        if request.offset_bytes > size_bytes:
-            raise OffsetOutOfRange(f"offset beyond {size_bytes}", field="offset_bytes", size_bytes=size_bytes)
-        yield encode_header(rows_pb2.RowsHeader(parts=parts, size_bytes=size_bytes, crc32=crc32))
-        for frame in iter_joined_frames(pieces, request.offset_bytes):
-            yield frame
+        async with aclosing(answer_rows(request, self._routes.read)) as messages:
+            async for message in messages:
+                yield message
 
     async def ReleaseRows(
         self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext

@@ -1,0 +1,160 @@
+"""Rows by reference: one stream a holder, resumed where it breaks, its bytes put where the caller says.
+
+Until they are stitched (rows.py), rows are opaque bytes. Tokens and log-probabilities come from runners, routes from
+prefill workers (prompt) and decode workers (the rest). A holder that stays away has none of the rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from slipstream.api.rollout.v1 import rows_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.channels import Channels
+from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, Unreachable, from_rpc_error
+from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
+from slipstream.engine.routes import Ranges
+
+log = structlog.get_logger()
+
+_FETCH_ROWS = "/slipstream.api.rollout.v1.RowsService/FetchRows"
+_RETRIED = (Unreachable, Draining, FrameInvalid)
+MAX_ATTEMPTS = 5
+RETRY_PAUSE_S = 0.2
+
+RefId = tuple[str, str, int, int]
+"""Holder, key, and the positions asked for: those who share rows refer to them alike."""
+
+
+def ref_id(ref: types_pb2.RowsRef) -> RefId:
+    return ref.holder, ref.key, ref.ranges[0].start if ref.ranges else 0, ref.ranges[-1].end if ref.ranges else 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one reference."""
+
+    first_position: int
+    data: memoryview
+    unknown_ranges: Ranges = ()
+    recomputed_from: int | None = None
+
+
+@dataclass
+class Download:
+    """The answer of one holder as it comes, over any number of streams, into memory that is the caller's."""
+
+    memory: memoryview
+    header: rows_pb2.RowsHeader | None = None
+    held: int = 0
+    crc32: int = 0
+
+    def open(self, header: rows_pb2.RowsHeader) -> None:
+        if header.size_bytes > len(self.memory):
+            raise FrameInvalid("more bytes than the references name", size_bytes=header.size_bytes)
+        if header != self.header:
+            # The first stream, or the holder has lost or released rows since: what is held no longer fits.
+            self.header, self.held, self.crc32 = header, 0, 0
+
+    def take(self, frame: memoryview) -> None:
+        assert self.header is not None
+        end = self.held + len(frame)
+        if end > self.header.size_bytes:
+            raise FrameInvalid("more bytes than announced", size_bytes=self.header.size_bytes)
+        self.memory[self.held : end] = frame
+        self.held, self.crc32 = end, zlib.crc32(frame, self.crc32)
+
+    def parts(self, refs: Sequence[types_pb2.RowsRef]) -> dict[RefId, Part]:
+        """The parts of a whole answer."""
+        header = self.header
+        assert header is not None
+        if self.crc32 != header.crc32 or len(header.parts) != len(refs):
+            self.header, self.held = None, 0  # start over
+            raise FrameInvalid("rows do not match their announcement")
+        start, parts = 0, {}
+        for ref, part in zip(refs, header.parts, strict=True):
+            if not part.missing:
+                unknown = tuple((each.start, each.end) for each in part.unknown_ranges)
+                recomputed_from = part.recomputed_from if part.HasField("recomputed_from") else None
+                data = self.memory[start : start + part.size_bytes]
+                parts[ref_id(ref)] = Part(part.first_position, data, unknown, recomputed_from)
+            start += part.size_bytes
+        return parts
+
+
+class RowsClient:
+    """Fetches from all holders. Channels are opened once. The orchestrator tells holders what to release."""
+
+    def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._channels = Channels(open_channel)
+
+    async def fetch(self, refs: Iterable[types_pb2.RowsRef], memory: memoryview) -> dict[RefId, Part]:
+        """The parts that are held, of all holders at once; missing ones are absent. `refs` differ from each other.
+
+        Parts lie in `memory`, which has room for `size_bytes` of all references.
+        """
+        by_holder: dict[str, list[types_pb2.RowsRef]] = defaultdict(list)
+        for ref in refs:
+            by_holder[ref.holder].append(ref)
+        tasks: list[asyncio.Task[dict[RefId, Part]]] = []
+        async with asyncio.TaskGroup() as group:
+            for holder, held in by_holder.items():
+                size_bytes = sum(ref.size_bytes for ref in held)
+                tasks.append(group.create_task(self._fetch_holder(holder, held, memory[:size_bytes])))
+                memory = memory[size_bytes:]
+        return {key: part for task in tasks for key, part in task.result().items()}
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _fetch_holder(
+        self, holder: str, refs: Sequence[types_pb2.RowsRef], memory: memoryview
+    ) -> dict[RefId, Part]:
+        """Fetch, resuming where a stream breaks. A holder that stays away has none of the rows."""
+        download = Download(memory)
+        failures = 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    before = download.held
+                    try:
+                        await self._receive(holder, refs, download)
+                        return download.parts(refs)
+                    except _RETRIED as error:
+                        failures = 0 if download.held > before else failures + 1
+                        if failures >= MAX_ATTEMPTS:
+                            raise
+                        log.info("rows_fetch_resumed", holder=holder, offset_bytes=before, reason=error.reason)
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        except (*_RETRIED, DeadlineExceeded, TimeoutError) as error:
+            log.warning("rows_holder_away", holder=holder, ref_count=len(refs), detail=str(error))
+            return {}
+
+    async def _receive(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> None:
+        """Take what one stream gives, from where the last one ended."""
+        offset = download.held
+        request = rows_pb2.FetchRowsRequest(refs=refs, offset_bytes=offset)
+        call: Any = raw_unary_stream(self._channels.get(holder), _FETCH_ROWS)(request, timeout=self._timeout_s)
+        try:
+            messages = raw_responses(call)
+            header = await read_header(messages, rows_pb2.RowsHeader)
+            download.open(header)
+            if download.held != offset:
+                raise FrameInvalid("the holder's rows changed between two streams")
+            async for frame in iter_data(messages):
+                download.take(frame)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        if download.held != header.size_bytes:
+            raise FrameInvalid("fewer bytes than announced", size_bytes=header.size_bytes)
