@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.types.v1 import types_pb2
@@ -20,7 +20,7 @@ Held = tuple[rows_pb2.RowsPart, memoryview]
 
 async def answer_rows(
     request: rows_pb2.FetchRowsRequest, read: Callable[[types_pb2.RowsRef], Held]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """The encoded messages of the answer: the header, then the bytes of all references from the offset asked for."""
     held = [read(ref) for ref in request.refs]
     size_bytes = sum(data.nbytes for _, data in held)

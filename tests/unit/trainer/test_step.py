@@ -128,8 +128,8 @@ def engine_chose_other_experts() -> list[TrainSequence]:
 
 def test_the_replay_check_shows_what_live_routes_would_do_to_the_same_tokens():
     batch = engine_chose_other_experts()
-    options = {"step": 2, "loss_token_count": 15, "trained": BASE, "with_replay_check": True}
-    metrics = learner().train([[sequence(9)], [], batch[:1], batch], **options)  # the third full one is looked at
+    options = {"step": 3, "loss_token_count": 15, "trained": BASE, "with_replay_check": True}
+    metrics = learner().train([[sequence(9)], [], batch[:1], batch], **options)  # the last one is looked at
     assert metrics["replay_check_tokens"] == 15
     assert metrics["replay_check_numeric_fraction"] == pytest.approx(2 / 3)
     assert metrics["replay_on_kl"] == pytest.approx(0.0, abs=1e-9)
