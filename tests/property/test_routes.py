@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.errors import RoutesUnknown
@@ -35,6 +35,7 @@ def first_wins(*parts: RouteRows) -> dict[int, int]:
     return {position: row for part in reversed(parts) for position, row in by_position(part).items()}
 
 
+@settings(deadline=None)
 @given(st.lists(segments(), max_size=5), st.integers(0, POSITIONS), st.integers(0, POSITIONS))
 def test_each_position_has_the_row_of_the_first_segment_that_knows_it(parts, start, end):
     start, end = sorted((start, end))
@@ -49,6 +50,7 @@ def test_each_position_has_the_row_of_the_first_segment_that_knows_it(parts, sta
     assert whole.recomputed_from == min(told, default=None)
 
 
+@settings(deadline=None)
 @given(segments("uint16"))
 def test_two_byte_ids_stitch_as_well(part):
     whole = stitch_routes([part], 0, POSITIONS, SHAPE, np.dtype("<u2"))
@@ -56,6 +58,7 @@ def test_two_byte_ids_stitch_as_well(part):
     assert (whole.rows[~whole.known()] == 65535).all()
 
 
+@settings(deadline=None)
 @given(segments(), st.integers(0, POSITIONS), st.integers(0, POSITIONS))
 def test_a_cut_keeps_positions_and_what_is_unknown(part, start, end):
     cut = part.between(start, end)
@@ -63,6 +66,7 @@ def test_a_cut_keeps_positions_and_what_is_unknown(part, start, end):
     assert cut.rows.base is not None or not len(cut.rows)  # a view
 
 
+@settings(deadline=None)
 @given(st.lists(segments(), min_size=1, max_size=5))
 def test_a_store_never_replaces_a_row_it_has_and_counts_its_bytes(parts):
     store = RouteStore(1 << 20)
