@@ -260,6 +260,32 @@ class KvEvent:
     block_hashes: tuple[int, ...] = ()
 
 
+@dataclass
+class OffloadLoad:
+    """KV outside of the engine's own pool. Bytes held are of now, the rest since start."""
+
+    query_tokens: int = 0
+    """Prompt tokens looked up beyond the engine's own prefix cache."""
+
+    hit_tokens: int = 0
+    """Those found."""
+
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    """Of all users of the directory."""
+
+    dead_bytes: int = 0
+    """Held under salts that have ended."""
+
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    rejected_blocks: int = 0
+    """Blocks on disk that were not what their names say: misses."""
+
+    failed_blocks: int = 0
+    """Blocks that could not be written to disk."""
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """Counters of now (samples, requests, blocks) and since start (the rest)."""
@@ -284,6 +310,9 @@ class EngineLoad:
     kv_transfers: int = 0
     dead_kv_bytes: int = 0
     """KV that stays cached or held under salts that have ended."""
+
+    offload: OffloadLoad | None = None
+    """None: this engine offloads nothing."""
 
 
 class PausedEngine(Protocol):

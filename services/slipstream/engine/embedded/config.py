@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
 
@@ -39,3 +39,10 @@ class EmbeddedConfig(BaseConfig):
 
     transfer_ttl_s: float = Field(default=60.0, gt=0)
     """KV of a prefill that nobody released is freed after this long."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _offloads_nothing(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("offload") is not None:
+            raise ValueError('the embedded engine offloads no KV: leave [engine.offload] out, or set type = "vllm"')
+        return value

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
+from slipstream.engine.vllm.offload.config import NativeOffloadConfig
 
 BLOCK_MULTIPLE = 32
 """vLLM's attention on the CPU takes no other block size."""
@@ -56,3 +57,15 @@ class VllmConfig(BaseConfig):
 
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for each part of a weight update: the swap, the read back, the probe."""
+
+    offload: NativeOffloadConfig | None = None
+    """`[engine.offload]`: KV that the pool evicts is kept in host memory and on disk. Unset: it is not."""
+
+    @model_validator(mode="after")
+    def _one_connector(self) -> VllmConfig:
+        if self.offload is not None and self.connector != "none":
+            raise ValueError(
+                f"offload and connector = {self.connector!r} exclude each other: vLLM's transfer knows no routes of "
+                "blocks that come out of another tier; offload in a pool that moves no KV"
+            )
+        return self

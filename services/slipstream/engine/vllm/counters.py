@@ -6,9 +6,10 @@ import asyncio
 import time
 from typing import Any, Literal
 
-from slipstream.engine.base import BusyInterval
+from slipstream.engine.base import BusyInterval, OffloadLoad
 from slipstream.engine.embedded.busy import BusyLog
 from slipstream.engine.vllm.cache import NEWS, CacheNews
+from slipstream.engine.vllm.offload.names import FIGURES
 
 _LONGEST_STEP_S = 1.0
 """A longer time since the last step was idle, for the most part."""
@@ -24,6 +25,7 @@ class Counters:
         self.decoded_tokens = self.decode_steps = 0
         self.prefix_hit_tokens = self.prefix_query_tokens = self.prefilled_tokens = 0
         """Of requests, not of their samples: counted by the engine."""
+        self.offload = OffloadLoad()
         self.busy_log = BusyLog()
         self.cache = CacheNews()
         self._last_s = -_LONGEST_STEP_S
@@ -43,6 +45,8 @@ class Counters:
             self.kv_usage = scheduler_stats.kv_cache_usage
             if (news := (scheduler_stats.kv_connector_stats or {}).pop(NEWS, None)) is not None:
                 self.cache.absorb(news)
+            if (figures := (scheduler_stats.kv_connector_stats or {}).pop(FIGURES, None)) is not None:
+                self.offload = OffloadLoad(**figures)
             # vLLM's own loggers come after this one, and take what is left for a connector's.
             scheduler_stats.kv_connector_stats = scheduler_stats.kv_connector_stats or None
         if iteration_stats is not None and iteration_stats.num_generation_tokens:

@@ -52,6 +52,7 @@ from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import load_params
 from slipstream.engine.vllm.counters import Counters
+from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.prefills import Prefills
 from slipstream.engine.vllm.rows import routes_of
 from slipstream.engine.vllm.salts import SaltVersions
@@ -74,13 +75,14 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 class VllmEngine:
     """One vLLM engine, one rank. See `slipstream.engine.base.Engine`."""
 
-    def __init__(self, model_dir: Path, sizes: Sizes, config: VllmConfig) -> None:
+    def __init__(self, model_dir: Path, sizes: Sizes, config: VllmConfig, run_id: str = "") -> None:
         self._model_dir = model_dir
         self._sizes = sizes
         self._config = config
         self._counters = Counters()
         self._routes = RouteStore(config.route_bytes)
         self._salts = SaltVersions(2 * config.block_count)
+        self._offload = Offload(config.offload, run_id)
         self._open: dict[str, OpenRequest] = {}
         self._prefills = Prefills(config, self._salts, self._count_prompt, self._keep_prompt_routes)
         self._swapping = asyncio.Lock()
@@ -127,6 +129,7 @@ class VllmEngine:
 
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sockets = SocketDirectory()
+        self._offload.start()
         self._llm = launch(self._model_dir, self._sizes, self._config, self._counters, self._sockets.path)
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         self._prefills.start(self._llm)
@@ -149,6 +152,7 @@ class VllmEngine:
         self._llm.engine_core.resources.ctx.destroy(linger=0)
         self._swapper.close()
         self._sockets.close()
+        self._offload.stop()
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -204,7 +208,9 @@ class VllmEngine:
         assert self._version is not None
         open_request = self._open[request.request_id] = OpenRequest(request, self._version, flush_s)
         oldest = request.kv.oldest_version if isinstance(request.kv, KvReference) else self._version
-        self._salts.use(request.salt, min(oldest, self._version))
+        oldest = min(oldest, self._version)
+        self._salts.use(request.salt, oldest)
+        self._offload.use(request.salt, oldest)
         for sample in open_request.samples:
             sample.task = asyncio.create_task(self._run(open_request, sample))
         try:
@@ -236,6 +242,7 @@ class VllmEngine:
             detokenize=False,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=self._offload.extra_args(request.salt),
         )
         if kv is not None and sample.index == 0:
             parameters.extra_args = {"kv_transfer_params": load_params(kv, self._config.transfer_timeout_s)}
@@ -270,7 +277,7 @@ class VllmEngine:
             open_request.prompt_ready.set()
             first = sample.spans[0][1]
             cached = sample.cached_token_count > 0
-            sample.kv_oldest = min(first, self._salts.oldest(open_request.request.salt)) if cached else first
+            sample.kv_oldest = min(first, self._oldest(open_request.request.salt)) if cached else first
         sample.token_ids += news.token_ids
         for token_id, entry in zip(news.token_ids, news.logprobs or (), strict=True):
             sample.logprobs.append(entry[token_id].logprob)
@@ -279,6 +286,10 @@ class VllmEngine:
                 self._keep_routes(open_request.request, sample, news.routed_experts)
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
+
+    def _oldest(self, salt: str) -> PolicyVersion:
+        """Of any KV under a salt, that of other workers included."""
+        return min(self._salts.oldest(salt), self._offload.oldest(salt) or self._salts.oldest(salt))
 
     def _error_of(self, request: DecodeRequest) -> SlipstreamError:
         if isinstance(request.kv, KvReference):
@@ -439,6 +450,7 @@ class VllmEngine:
             detokenize=False,
             prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=self._offload.none_args(),
         )
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_id}
         try:
@@ -471,6 +483,7 @@ class VllmEngine:
         with suppress(EngineDeadError, TimeoutError):  # `wait` tells of an engine that ended or hangs
             async with asyncio.timeout(FORGET_TIMEOUT_S):
                 await self._llm.engine_core.call_utility_async("slipstream_end_salt", salt)
+        await self._offload.end(salt)
 
     def load(self) -> EngineLoad:
         counters = self._counters
@@ -489,6 +502,7 @@ class VllmEngine:
             routes_dropped=self._routes.dropped_rows,
             dead_kv_bytes=counters.cache.dead_blocks * self.limits.block_size_tokens * self.limits.kv_bytes_per_token,
             kv_transfers=self._prefills.held_count,
+            offload=self._offload.load(counters.offload),
         )
 
     def drain_busy(self) -> list[BusyInterval]:

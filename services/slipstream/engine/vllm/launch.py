@@ -11,6 +11,7 @@ from slipstream.common.config import ENVIRONMENT
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import check_connector, transfer_config
 from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.process import dying_with_us
 from slipstream.models.base import Sizes
 
@@ -38,7 +39,7 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
     check_connector(config)
-    from vllm.config import KVEventsConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -46,7 +47,11 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
     from slipstream.engine.vllm.plugin import register
 
     keep_routes_when_merging()
-    if config.connector != "none":
+    transfer = transfer_config(config)
+    if config.offload is not None:
+        remove_orphan_regions()
+        transfer = KVTransferConfig(**offload_options(config, model_dir, sizes))
+    if transfer is not None:
         register()
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
@@ -65,12 +70,12 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
         block_size=config.block_size_tokens,
         num_gpu_blocks_override=config.block_count,
         enable_prefix_caching=True,
-        prefix_caching_hash_algo="sha256_cbor",
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),  # our scheduler takes them
+        prefix_caching_hash_algo=HASH_ALGORITHM,
         logprobs_mode="processed_logprobs",
         enable_return_routed_experts=True,
+        kv_transfer_config=transfer,
         worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
-        kv_transfer_config=transfer_config(config),
         scheduler_cls="slipstream.engine.vllm.scheduler.ProbeScheduler",
     ).create_engine_config()
     # The platform has just chosen "spawn", which takes 20 s more to start and does not end cleanly.

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 
 from slipstream.engine.vllm.cache import NEWS, CacheLedger
+from slipstream.engine.vllm.offload.names import FIGURES
 from slipstream.engine.vllm.transfers import TransferMixin
 
 PROBE_PREFIX = "slipstream-probe/"
@@ -108,11 +109,44 @@ class CacheMixin(Scheduler):
         return len(block_ids)
 
 
-class ProbeScheduler(TransferMixin, CacheMixin, ProbeMixin):
+class OffloadMixin(Scheduler):
+    """Tells an offloading connector what vLLM does not: where routes are, and when; which salts end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._offload: Any = self.connector if hasattr(self.connector, "bind_routes") else None
+        if self._offload is not None:
+            routes = self.routed_experts_mgr
+            self._offload.bind_routes(routes.routed_experts_by_slot, routes.block_size)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._offload is not None:
+            self._offload.computed(scheduler_output)
+        return outputs
+
+    def _mark_unknown(self, request: Any, end: int) -> None:
+        if self._offload is None:  # else the routes came with the KV
+            super()._mark_unknown(request, end)  # type: ignore[misc]
+
+    def end_salt(self, salt: str) -> None:
+        super().end_salt(salt)  # type: ignore[misc]
+        if self._offload is not None:
+            self._offload.end_salt(salt)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._offload is not None:
+            figures = vars(self._offload.figures())
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), FIGURES: dict(figures)}
+        return stats
+
+
+class ProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, ProbeMixin):
     """For executors that run one step at a time: the CPU."""
 
 
-class AsyncProbeScheduler(TransferMixin, CacheMixin, ProbeMixin, AsyncScheduler):
+class AsyncProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, ProbeMixin, AsyncScheduler):
     """For executors that schedule ahead."""
 
 

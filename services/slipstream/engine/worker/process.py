@@ -72,7 +72,7 @@ def _build_engine(config: WorkerConfig, sizes: Sizes) -> RunningEngine:
     if isinstance(config.engine, VllmConfig):
         from slipstream.engine.vllm.engine import VllmEngine
 
-        return VllmEngine(config.model_dir, sizes, config.engine)
+        return VllmEngine(config.model_dir, sizes, config.engine, config.run_id)
     from slipstream.engine.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(sizes, config.engine)

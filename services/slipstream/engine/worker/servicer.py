@@ -11,7 +11,7 @@ import grpc
 
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import Engine
+from slipstream.engine.base import Engine, OffloadLoad
 from slipstream.engine.worker.gate import WorkerGate
 from slipstream.engine.worker.group import Updater
 from slipstream.engine.worker.identity import WorkerIdentity
@@ -185,4 +185,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             sampled_token_count=load.decoded_tokens,
             prefilled_token_count=load.prefilled_tokens,
             tokens_in_flight_count=load.tokens_in_flight,
+            offload=_offload(load.offload) if load.offload is not None else None,
         )
+
+
+def _offload(load: OffloadLoad) -> worker_pb2.OffloadLoad:
+    return worker_pb2.OffloadLoad(
+        query_token_count=load.query_tokens,
+        hit_token_count=load.hit_tokens,
+        memory_bytes=load.memory_bytes,
+        disk_bytes=load.disk_bytes,
+        dead_bytes=load.dead_bytes,
+        disk_read_bytes=load.disk_read_bytes,
+        disk_written_bytes=load.disk_written_bytes,
+        rejected_block_count=load.rejected_blocks,
+        failed_block_count=load.failed_blocks,
+    )

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram
 
 from slipstream.common.metrics import Reading
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.base import Engine
+from slipstream.engine.base import Engine, OffloadLoad
 
 running_samples = Reading("gauge", "slipstream_worker_running_samples", "Samples being decoded.")
 waiting_requests = Reading("gauge", "slipstream_worker_waiting_requests", "Requests that have not begun.")
@@ -23,6 +23,25 @@ prefix_hit_tokens = Reading("counter", "slipstream_worker_prefix_hit_tokens", "T
 route_bytes = Reading("gauge", "slipstream_worker_route_bytes", "Bytes of routes kept for the trainer.")
 routes_dropped = Reading("counter", "slipstream_worker_routes_dropped_rows", "Routes given up at the byte bound.")
 dead_kv_bytes = Reading("gauge", "slipstream_worker_dead_kv_bytes", "KV that stays under salts that have ended.")
+offload_query_tokens = Reading(
+    "counter", "slipstream_worker_offload_query_tokens", "Prompt positions looked up in the offload tiers."
+)
+offload_hit_tokens = Reading("counter", "slipstream_worker_offload_hit_tokens", "Those found in the offload tiers.")
+offload_held_bytes = Reading(
+    "gauge", "slipstream_worker_offload_held_bytes", "KV held in a tier; the disk's is of all its users.", ["tier"]
+)
+offload_dead_bytes = Reading(
+    "gauge", "slipstream_worker_offload_dead_bytes", "KV in the offload tiers under salts that have ended."
+)
+offload_disk_bytes = Reading(
+    "counter", "slipstream_worker_offload_disk_bytes", "KV written to disk and read from it.", ["direction"]
+)
+offload_lost_blocks = Reading(
+    "counter",
+    "slipstream_worker_offload_lost_blocks",
+    "Blocks on disk that were damaged or foreign (rejected), and that could not be written (failed).",
+    ["reason"],
+)
 policy_step = Reading("gauge", "slipstream_worker_policy_step", "Step of the weights in use; -1 before the first.")
 stale = Reading("gauge", "slipstream_worker_stale", "1 while the weights failed their check and nothing is taken.")
 
@@ -55,5 +74,16 @@ def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Call
         (dead_kv_bytes, "dead_kv_bytes"),
     ):
         reading.read_from(lambda field=field: getattr(engine.load(), field))
+    if engine.load().offload is not None:
+        _observe_offload(lambda: engine.load().offload or OffloadLoad())
     policy_step.read_from(lambda: version().step if version() else -1)
     stale.read_from(is_stale)
+
+
+def _observe_offload(load: Callable[[], OffloadLoad]) -> None:
+    offload_query_tokens.read_from(lambda: load().query_tokens)
+    offload_hit_tokens.read_from(lambda: load().hit_tokens)
+    offload_held_bytes.read_from(lambda: {"memory": load().memory_bytes, "disk": load().disk_bytes})
+    offload_dead_bytes.read_from(lambda: load().dead_bytes)
+    offload_disk_bytes.read_from(lambda: {"written": load().disk_written_bytes, "read": load().disk_read_bytes})
+    offload_lost_blocks.read_from(lambda: {"rejected": load().rejected_blocks, "failed": load().failed_blocks})

@@ -1,0 +1,80 @@
+"""Two vLLM engines of one run that share a directory on disk, with pools so small that prefixes do not stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.engine import VllmEngine
+from slipstream.engine.vllm.offload.config import NativeOffloadConfig
+from slipstream.models.checkpoint import load_model, save_model, to_hf
+from slipstream.models.registry import load_sizes
+from tests.engine.bench import Bench, prompt_of
+from tests.engine.engines import CHUNK_TOKENS, FIRST, Vllm
+from tests.engine.oracle import weights
+
+BLOCKS = 20
+RUN = "run"
+BLOCK_BYTES = 32 * 2 * 2 * 2 * 32 * 4
+
+
+class Offloading(Bench):
+    """One engine of the two."""
+
+    directory: Path
+
+    async def forget(self) -> None:
+        """Fill the pool with other blocks."""
+        for seed in range(4):
+            await self.greedy(prompt_of(200, 900 + seed), 1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_model(weights(1), directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def workers(model_dir: Path, directory: Path) -> AsyncIterator[tuple[Offloading, Offloading]]:
+    benches = []
+    sizes = load_sizes(model_dir)
+    for _ in range(2):
+        offload = NativeOffloadConfig(memory_bytes=96 * BLOCK_BYTES, disk_bytes=2**26, directory=str(directory))
+        config = VllmConfig(
+            block_count=BLOCKS, max_running_samples=16, max_prefill_tokens=CHUNK_TOKENS, offload=offload
+        )
+        engine = VllmEngine(model_dir, sizes, config, RUN)
+        await engine.start()
+        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
+        bench = Offloading(Vllm(), engine)
+        bench.directory = directory
+        benches.append(bench)
+    yield benches[0], benches[1]
+    for bench in benches:
+        await bench.engine.stop()
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_slipstream-{os.getpid()}-*"))
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def one(workers: tuple[Offloading, Offloading]) -> AsyncIterator[Offloading]:
+    """The first worker. Both serve the same weights before and after each test."""
+    yield workers[0]
+    await workers[0].idle()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def other(workers: tuple[Offloading, Offloading]) -> AsyncIterator[Offloading]:
+    yield workers[1]
+    await workers[1].idle()
