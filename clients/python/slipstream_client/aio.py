@@ -10,12 +10,11 @@ from typing import Any, Self
 
 import grpc
 
-from slipstream.api.rollout.v1.rollout_pb2 import GetRolloutRequest
 from slipstream.api.run.v1.run_pb2 import GetRunRequest, WatchRunRequest
 from slipstream_client.attempts import Attempts
 from slipstream_client.base import WATCH_PATIENCE_S, BaseClient
 from slipstream_client.connection import Connection
-from slipstream_client.requests import Labels, cancel_request, create_request, list_request, watch_request
+from slipstream_client.requests import Labels, cancel_request, create_request, get_request, list_request, watch_request
 from slipstream_client.rollout import Rollout, Sampling
 from slipstream_client.run import Run
 
@@ -75,7 +74,7 @@ class AsyncClient(BaseClient):
 
     async def get_rollout(self, group_id: str, *, timeout_s: float | None = None) -> Rollout:
         """The group as it is now."""
-        request = GetRolloutRequest(group_id=group_id)
+        request = get_request(group_id)
         return Rollout.from_proto((await self._call(self._rollouts.GetRollout, request, timeout_s)).rollout)
 
     async def list_rollouts(

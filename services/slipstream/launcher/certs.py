@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ USAGE = "usage: slipstream certs [DIR] [--host NAME]... [--days N] [--force]"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS = 90
 MAX_DAYS = 3650
+MAX_HOST_CHARS = 253
+_LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
 CLOCK_SKEW = datetime.timedelta(hours=1)
 """Valid from a little before now: not every machine's clock is ours."""
 
@@ -113,18 +117,27 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], int, bool]:
             force = True
         elif name in ("--host", "--days"):
             value = value if equals else next(rest, "")
-            if name == "--host" and value:
+            if name == "--host" and _is_host(value):
                 hosts.append(value)
             elif name == "--days" and value.isdecimal() and 1 <= int(value) <= MAX_DAYS:
                 days = int(value)
             else:
-                expected = "a name" if name == "--host" else f"1 to {MAX_DAYS}"
+                expected = "a host name or an address" if name == "--host" else f"1 to {MAX_DAYS}"
                 raise ConfigError(f"{name} {value!r}: expected {expected}; {USAGE}")
         elif argument.startswith("-") or directory is not None:
             raise ConfigError(f"unexpected argument {argument!r}; {USAGE}")
         else:
             directory = Path(argument)
     return directory or Path("certs"), hosts, days, force
+
+
+def _is_host(text: str) -> bool:
+    """Whether a peer could be called that: an address, or labels of letters, digits and hyphens; `*.` before them."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return len(text) <= MAX_HOST_CHARS and HOST.fullmatch(text) is not None
+    return True
 
 
 def _authority(key: ec.EllipticCurvePrivateKey, period: Period) -> x509.Certificate:

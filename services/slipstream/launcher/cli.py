@@ -116,7 +116,7 @@ def _status(arguments: list[str]) -> int:
     import asyncio
 
     from slipstream.launcher.rundir import launcher_pid
-    from slipstream.launcher.status import ended_run, print_status, read_status
+    from slipstream.launcher.status import ended_run, print_status, read_status, refusal
 
     run = find_run(_reference("status", arguments))
     if launcher_pid(run) is None:
@@ -125,6 +125,8 @@ def _status(arguments: list[str]) -> int:
         return 0 if finished else 1
     rows = asyncio.run(read_status(run))
     print_status(run, rows)
+    if sentence := refusal(run, rows):
+        raise LauncherError(sentence)
     return 0 if all(row.health != "away" for row in rows) else 1
 
 

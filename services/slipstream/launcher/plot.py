@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.common.config import ConfigError
-from slipstream.launcher.records import Record, read_json_lines
+from slipstream.launcher.metrics_records import Record, read_metrics
 from slipstream.launcher.rundir import RunDir, find_run
 
 USAGE = "usage: slipstream plot [RUN] [--metric NAME]... [--follow]"
@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
 
 def page(run: RunDir, names: Sequence[str]) -> Text:
     """All charts of a run, below each other."""
-    records = list(read_json_lines(run.path / "metrics.jsonl"))
+    records = read_metrics(run.path / "metrics.jsonl")
     steps = [record for record in records if record.get("kind") == "step"]
     title = f"{run.name}: {steps[-1]['step'] if steps else 0} steps"
     charts = [draw(chart) for chart in choose(records, names)]
@@ -216,5 +216,5 @@ def _size_bytes(path: Path) -> int:
 
 def _ended(run: RunDir) -> bool:
     """Whether the run is over, by its own records."""
-    kinds = {record.get("state") for record in read_json_lines(run.path / "metrics.jsonl") if record["kind"] == "run"}
+    kinds = {r.get("state") for r in read_metrics(run.path / "metrics.jsonl") if r["kind"] == "run"}
     return bool(kinds & {"finished", "failed", "stopped"})

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slipstream.common.disk import with_older
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.intervals import Interval
+from slipstream.launcher.metrics_records import Record, read_lines, read_metrics
 from slipstream.launcher.rundir import RunDir
-
-Record = dict[str, Any]
 
 
 def read_json_lines(path: Path) -> Iterator[Record]:
-    """Records of a file; none if it is missing. A half-written last line of a killed writer is left out."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+    """Records of a file; none if it is missing. Raises `RunDirError` for what is no file."""
+    return (record for _, record in read_lines(path))
 
 
 def read_all(path: Path) -> list[Record]:
@@ -85,7 +73,7 @@ class RunRecords:
 
 def count_steps(run: RunDir) -> int:
     """Steps trained, as the report counts them: what the launcher heard last may be older than a death."""
-    metrics = read_all(run.path / "metrics.jsonl")
+    metrics = read_metrics(run.path / "metrics.jsonl")
     return len(RunRecords(name=run.name, config={}, metrics=metrics, timeline={}, evaluations=[]).steps)
 
 
@@ -98,7 +86,7 @@ def read_run(run: RunDir) -> RunRecords:
     return RunRecords(
         name=run.name,
         config=config,
-        metrics=read_all(run.path / "metrics.jsonl"),
+        metrics=read_metrics(run.path / "metrics.jsonl"),
         timeline=read_timeline(run.path / "timeline"),
         evaluations=[
             record

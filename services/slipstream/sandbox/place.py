@@ -106,7 +106,9 @@ class Place:
                 log.warning("stage_refused", detail=str(error))
             self._become(self._uid)
         if jail is None:
-            jail = Jail(str(self._bubblewrap.program), tuple(bind_arguments(self._tree)), self._tree.path)
+            bubblewrap = self._bubblewrap
+            binds = tuple(bind_arguments(self._tree))
+            jail = Jail(str(bubblewrap.program), binds, self._tree.path, bubblewrap.options)
         return jail
 
     def _become(self, uid: int) -> None:

@@ -44,7 +44,7 @@ def stage(tree: SystemTree, bubblewrap: Bubblewrap) -> Jail:
     finally:
         for descriptor in (*pieces.values(), *tools.values()):
             os.close(descriptor)
-    return Jail(program, tuple(staged_arguments(ROOT)), tree.path)
+    return Jail(program, tuple(staged_arguments(ROOT)), tree.path, bubblewrap.options)
 
 
 def _bind(descriptor: int, target: str) -> None:

@@ -25,7 +25,7 @@ from slipstream.common.channel import open_channel
 from slipstream.common.config import ConfigError, ListenConfig, TlsConfig
 from slipstream.common.runtime import Service
 from slipstream.common.tls import TlsMaterial, try_certificates, watch_certificate
-from slipstream.launcher.certs import make_certificates
+from slipstream.launcher.certs import make_certificates, run_certs
 from slipstream.launcher.errors import LauncherError
 
 ROUTER = "slipstream.api.routing.v1.RouterService"
@@ -215,3 +215,15 @@ def test_a_service_that_cannot_start_ends_with_one_line_and_code_2(authorities, 
     finally:
         listening.send_signal(signal.SIGTERM)
         listening.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("host", ["a b", "", "-a", "a..b", "a/b", "https://a", "a" * 64, "*.", "a*", "\u00e4.example"])
+def test_a_host_that_no_peer_can_have_is_refused(tmp_path, host, capsys):
+    with pytest.raises(ConfigError, match="expected a host name or an address"):
+        run_certs([str(tmp_path / "certs"), "--host", host])
+    assert not (tmp_path / "certs").exists()
+
+
+@pytest.mark.parametrize("host", ["trainer-1.example", "*.example", "10.0.0.7", "fe80::1", "node_3", "a"])
+def test_a_host_that_a_peer_can_have_is_in_the_certificate(tmp_path, host):
+    assert run_certs([str(tmp_path / "certs"), f"--host={host}"]) == 0

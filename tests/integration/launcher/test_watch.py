@@ -17,7 +17,7 @@ from slipstream.launcher.errors import RunFailedError
 from slipstream.launcher.ports import write_endpoints
 from slipstream.launcher.progress import watch_run
 from slipstream.launcher.rundir import create_run_dir
-from slipstream.launcher.status import print_status, read_status
+from slipstream.launcher.status import print_status, read_status, refusal
 
 
 class ScriptedRun(run_pb2_grpc.RunServiceServicer):
@@ -82,3 +82,16 @@ async def test_status_shows_who_answers_and_who_is_away(serve, tmp_path: Path, c
     assert rows["router"].health == "away"
     print_status(run, list(rows.values()))
     assert "training, step 3/9" in capsys.readouterr().out
+
+
+async def test_a_wrong_token_is_told_and_no_success(serve, tmp_path: Path):
+    run = create_run_dir(tmp_path, "demo")
+    config = ServiceConfig.model_validate({"auth": {"token_file": run.token_file}})
+    address = await serve(ScriptedRun(), config)
+    run.config_file.touch()
+    write_endpoints(run.endpoints_file, {"orchestrator": address, "router": "127.0.0.1:1"})
+    assert refusal(run, await read_status(run)) == ""
+    run.token_file.write_text("another one")
+    sentence = refusal(run, await read_status(run))
+    assert sentence.startswith("orchestrator refused the question: ")
+    assert sentence.endswith(f"the token is read from {run.token_file}")

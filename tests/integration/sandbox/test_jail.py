@@ -13,7 +13,8 @@ from slipstream.common.sandbox_client import SandboxLimits
 
 MIB = 2**20
 TIGHT = SandboxLimits(wall_s=5.0, cpu_s=5.0, memory_bytes=96 * MIB, process_count=12, output_bytes=100_000)
-SOCKETS = "import sys; sys.path.append(f'{sys.prefix}/lib/python3.{sys.version_info.minor}/lib-dynload'); import socket"
+DYNLOAD = "import sys; sys.path.append(f'{sys.prefix}/lib/python3.{sys.version_info.minor}/lib-dynload'); "
+SOCKETS = DYNLOAD + "import socket"
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,12 @@ async def test_a_program_reads_input_and_writes_both_outputs(running):
     assert not result.truncated
     assert 0 < result.cpu_s < 5
     assert 0 < result.wall_s < 5
+
+
+async def test_a_program_makes_no_user_namespace_of_its_own(running):
+    source = "import ctypes, os; print(ctypes.CDLL(None, use_errno=True).unshare(0x10000000), os.getuid())"
+    result = await running.client.run_python(DYNLOAD + source)
+    assert (result.stdout, result.stderr) == (b"-1 1000\n", b"")
 
 
 async def test_a_program_too_long_for_an_argument_runs(running):

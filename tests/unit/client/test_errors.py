@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from slipstream.common.errors import RolloutUnknown, SlipstreamError, to_status
-from slipstream_client.errors import BY_REASON
+from slipstream_client.client import Client
+from slipstream_client.connection import Connection
+from slipstream_client.errors import BY_REASON, InvalidRequest
 from slipstream_client.status import error_info, status_bytes
 
 
@@ -15,6 +18,28 @@ def test_every_error_of_the_client_is_one_of_the_server():
             continue
         served = SlipstreamError.by_reason[reason]
         assert (cls.__name__, cls.default_code) == (served.__name__, served.code)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "field"),
+    [
+        ("create_rollout", {"prompt": "\ud800"}, "prompt"),
+        ("create_rollout", {"environment": "\ud800"}, "environment"),
+        ("create_rollout", {"environment": "e", "split": "a\ud800"}, "split"),
+        ("create_rollout", {"prompt": "p", "request_id": "\udfff"}, "request_id"),
+        ("create_rollout", {"prompt": "p", "labels": {"\ud800": "x"}}, "labels"),
+        ("create_rollout", {"prompt": "p", "labels": {"x": "\ud800"}}, "labels"),
+        ("get_rollout", {"group_id": "\ud800"}, "group_id"),
+        ("cancel_rollout", {"group_id": "\ud800"}, "group_id"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_the_name_of_its_argument(call, arguments, field):
+    with (
+        Client(Connection("127.0.0.1:1")) as client,
+        pytest.raises(InvalidRequest, match=f"^{field} is no text") as refused,
+    ):
+        getattr(client, call)(**arguments)
+    assert refused.value.metadata == {"field": field, "rule": "string.utf8"}
 
 
 def test_the_status_of_the_server_is_read_without_generated_classes():

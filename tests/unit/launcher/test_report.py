@@ -43,8 +43,8 @@ def test_the_report_has_every_promised_figure(synthetic_run):
 def test_accuracy_weighs_each_problem_alike_and_waits_for_every_environment(tmp_path, write_lines):
     asked = [("before", "a", 0.5, 300), ("before", "b", 0.1, 100), ("after", "a", 1.0, 300)]
     write_lines(tmp_path / "metrics.jsonl", [
-        {"kind": "evaluation", "name": name, "environment": environment, "accuracy": accuracy, "count": count}
-        for name, environment, accuracy, count in asked
+        {"kind": "evaluation", "name": name, "step": 0, "environment": of, "accuracy": accuracy, "count": count}
+        for name, of, accuracy, count in asked
     ])  # fmt: skip
     report = build_report(read_run(RunDir(tmp_path)))
     assert report["accuracy_before"] == pytest.approx(0.4)

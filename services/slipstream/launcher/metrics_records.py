@@ -1,0 +1,94 @@
+"""Records of `metrics.jsonl`, each of the shape its kind has; a damaged one is told in a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.common.disk import with_older
+from slipstream.launcher.errors import RunDirError
+
+Record = dict[str, Any]
+
+REQUIRED = {
+    "step": ("step",),
+    "evaluation": ("name", "environment", "step", "accuracy", "count"),
+    "group_failed": ("environment",),
+    "update": (),
+    "cancelled": (),
+    "run": (),
+    "totals": (),
+}
+"""Kinds that are read back, and what none of them lacks."""
+
+TEXTS = frozenset(
+    {
+        *("kind", "name", "environment", "version", "replica", "state", "reason", "cause", "stage"),
+        *("group_id", "detail", "runner"),
+    }
+)
+"""Fields that are text; all others are numbers, or numbers by name."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    """Numbered records of a file; none if it is missing. A half-written last line of a killed writer is left out.
+
+    Raises `RunDirError` for what is no file.
+    """
+    if not path.exists():
+        return
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    record = json.loads(line)
+                except (json.JSONDecodeError, RecursionError):
+                    continue
+                if isinstance(record, dict):
+                    yield number, record
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of a `metrics.jsonl` and of the older file that it became, oldest first.
+
+    Raises `RunDirError` for the first that no service can have written.
+    """
+    records: list[Record] = []
+    for file in with_older(path):
+        for number, record in read_lines(file):
+            fault = fault_of(record)
+            if fault:
+                raise RunDirError(f"{file}, line {number}, is damaged: {fault}; remove the line")
+            records.append(record)
+    return records
+
+
+def fault_of(record: Record) -> str:
+    """What is wrong with a record, or nothing."""
+    kind = record.get("kind")
+    required = REQUIRED.get(kind) if isinstance(kind, str) else None
+    if required is None:
+        return "" if isinstance(kind, str) else "it has no kind"
+    missing = [name for name in required if record.get(name) is None]
+    if missing:
+        return f"a record of kind {kind} without {missing[0]}"
+    for name, value in record.items():
+        if not (isinstance(value, str) if name in TEXTS else _is_figure(name, value)):
+            return f"{name} is {json.dumps(value)[:40]} in a record of kind {kind}"
+    return ""
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    if isinstance(value, dict):
+        named = name.endswith("lag_counts")
+        return all(_is_number(each) and (not named or key.isdecimal()) for key, each in value.items())
+    return value is None or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
