@@ -10,7 +10,7 @@ import grpc
 
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.rows import answer_rows
+from slipstream.common.rows import Held, answer_rows
 from slipstream.runner.spool import Spool
 
 if sys.byteorder != "little":
@@ -30,7 +30,7 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
             async for message in messages:
                 yield message
 
-    def _read(self, ref: types_pb2.RowsRef) -> tuple[rows_pb2.RowsPart, memoryview]:
+    def _read(self, ref: types_pb2.RowsRef) -> Held:
         rows = self._spool.get(ref.key)
         if rows is None:
             return rows_pb2.RowsPart(missing=True), memoryview(b"")

@@ -117,6 +117,7 @@ class TurnAttempt:
     """Where an attempt at a turn has got to: what must be given back when it ends early."""
 
     request_id: str
+    first_route_position: int = 0
     placement: routing_pb2.PlaceResponse | None = None
     prefilling: bool = False
     decoding: bool = False
@@ -137,10 +138,17 @@ class TurnClient:
         self._peers = peers
         self._block_size_tokens = block_size_tokens
 
-    async def run(self, assignment: runner_pb2.GroupAssignment, token_ids: Sequence[int], deadline_s: float) -> Turn:
+    async def run(
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        token_ids: Sequence[int],
+        deadline_s: float,
+        first_route_position: int = 0,
+    ) -> Turn:
         """Sample `sample_count` answers to the prompt `token_ids`.
 
-        `deadline_s` is in `time.monotonic()` terms. Cancelling the task aborts the request at both
+        `deadline_s` is in `time.monotonic()` terms. The rows of positions below `first_route_position` are known from
+        earlier turns, and move no second time. Cancelling the task aborts the request at both
         workers and returns only when their blocks are free.
 
         Raises:
@@ -152,7 +160,8 @@ class TurnClient:
         backoff_s = FIRST_BACKOFF_S
         retry = 0
         while True:
-            attempt = TurnAttempt(attempt_name(assignment) + (f"~{retry}" if retry else ""))
+            name = attempt_name(assignment) + (f"~{retry}" if retry else "")
+            attempt = TurnAttempt(name, first_route_position)
             try:
                 async with asyncio.timeout(max(deadline_s - time.monotonic(), 0)):
                     return await self._once(assignment, token_ids, hashes, avoid, attempt)
@@ -217,7 +226,7 @@ class TurnClient:
         kv: prefill_pb2.KvHandle | None = None
         if placement.HasField("prefill"):
             attempt.prefilling = True
-            prefilled = await self._prefill(assignment, prompt, attempt.request_id, placement.prefill)
+            prefilled = await self._prefill(assignment, prompt, attempt, placement.prefill)
             kv = prefilled.kv if prefilled.HasField("kv") else None
             turn.cached_token_count = prefilled.cached_token_count
             if prefilled.HasField("routes"):
@@ -238,7 +247,8 @@ class TurnClient:
                     f"{prefix}{index}" + (f"~{suffix}" if suffix else "") for index in range(len(turn.samples))
                 ],
                 sampling=assignment.sampling,
-                capture_routes=True,
+                capture_routes=assignment.purpose == TRAINING,
+                first_route_position=attempt.first_route_position,
                 for_training=assignment.purpose == TRAINING,
             )
         )
@@ -257,16 +267,17 @@ class TurnClient:
         self,
         assignment: runner_pb2.GroupAssignment,
         prompt: prefill_pb2.Prompt,
-        request_id: str,
+        attempt: TurnAttempt,
         worker: routing_pb2.WorkerRef,
     ) -> prefill_pb2.PrefillResponse:
         request = prefill_pb2.PrefillRequest(
-            request_id=request_id,
+            request_id=attempt.request_id,
             worker_epoch=worker.epoch,
             min_policy_version=assignment.dispatch_version,
             salt=assignment.salt,
             prompt=prompt,
-            capture_routes=True,
+            capture_routes=assignment.purpose == TRAINING,
+            first_route_position=attempt.first_route_position,
         )
         return await self._peers.prefill(worker.address).Prefill(request, timeout=UNARY_TIMEOUT_S)
 

@@ -55,6 +55,7 @@ class TrainSequence:
     def replayed_R(self) -> NDArray[np.bool_]:
         """Targets whose whole context went through the recorded routes."""
         replayed_N = np.logical_and.accumulate(self.known_N)
-        if self.routes.recomputed_from is not None:
+        mixed = (self.sampled_at != self.sampled_at[:1]).any() or (self.kv_oldest != self.sampled_at).any()
+        if mixed and self.routes.recomputed_from is not None:  # else what was computed again came out the same
             replayed_N[self.routes.recomputed_from :] = False
         return replayed_N[self.target_positions - 1]

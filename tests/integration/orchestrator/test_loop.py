@@ -10,11 +10,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 from slipstream.algorithms.staleness import Outcome
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
 from slipstream.api.run.v1 import run_pb2
 from slipstream.api.training.v1 import batch_pb2
+from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RolloutUnknown, RunnerSuperseded, StepNotNext, StepNotSealed, from_rpc_error
 from slipstream.common.state import SERVING
 from slipstream.common.version import PolicyVersion
@@ -306,6 +308,18 @@ async def _watch_after(world: Any, reason: str) -> AsyncIterator[Any]:
         yield message
 
 
+def references(message: Message) -> list[types_pb2.RowsRef]:
+    """Every reference to rows inside a message."""
+    if isinstance(message, types_pb2.RowsRef):
+        return [message]
+    found = []
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None and not descriptor.message_type.GetOptions().map_entry:
+            for each in value if descriptor.is_repeated else [value]:
+                found += references(each)
+    return found
+
+
 async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> None:
     async with make_world() as world:
         world.publish(0)
@@ -324,7 +338,10 @@ async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> No
             (second.group_id, 1, runner_pb2.GROUP_PURPOSE_EXTERNAL),
         ]
         assert (groups[0].task_index, groups[1].prompt) == (5, "hello")
-        await world.report(world.finished(groups[0]))
+        report = world.finished(groups[0])
+        for record in report.rollouts:
+            record.routes.add(holder="decode:1", key="d/secret", dtype="uint8")
+        await world.report(report)
         ended = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created.group_id))).rollout
         assert ended.state == rollout_pb2.ROLLOUT_STATE_FINISHED
         assert len(ended.records) == 3
@@ -335,6 +352,10 @@ async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> No
         assert [c.reason for c in (await world.heartbeat()).cancellations] == ["CLIENT"]
 
         page = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(page_size=1))
+        first = await anext(aiter(world.rollouts.WatchRollouts(rollout_pb2.WatchRolloutsRequest())))
+        for answer in (ended, *page.rollouts, first.rollout):
+            assert references(answer) == [], "what only the run's own services may use"
+        assert references(report), "the test would see them"
         rest = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(page_token=page.next_page_token))
         assert [r.group_id for r in (*page.rollouts, *rest.rollouts)] == [created.group_id, second.group_id]
         assert not rest.next_page_token

@@ -32,17 +32,26 @@ class Pools:
     prefill: EmbeddedEngine
     decode: EmbeddedEngine
 
+    @property
+    def n_experts(self) -> int:
+        return self.decode.limits.expert_count
+
     async def update(self, version: PolicyVersion, learner: Learner) -> None:
         for engine in (self.decode, self.prefill):
             await engine.update(version, learner.export(), lambda paused: None)
 
 
-@pytest.fixture(params=["qwen3_moe", ELSEWHERE])
+@pytest.fixture(params=[("qwen3_moe", 4), (ELSEWHERE, 4), ("qwen3_moe", 256), ("qwen3_moe", 300)], ids=str)
 def sizes(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MoeConfig:
-    """Of the built-in architecture, and of the one that the documents plug in from outside the package."""
+    """Of the built-in architecture, and of the one that the documents plug in from outside the package.
+
+    With 256 experts each value of a byte is an expert; with 300 an id takes two.
+    """
     (tmp_path / f"{ELSEWHERE}.py").write_text(files_of("docs/your-model.md")[f"{ELSEWHERE}.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    return SIZES.model_copy(update={"architecture": request.param})
+    architecture, n_experts = request.param
+    expert_dim = SIZES.expert_dim if n_experts == 4 else 8
+    return SIZES.model_copy(update={"architecture": architecture, "n_experts": n_experts, "expert_dim": expert_dim})
 
 
 def learner_of(sizes: MoeConfig, optim: OptimConfig) -> Learner:
@@ -88,7 +97,7 @@ async def rollouts(
         count = len(prompt) + len(tokens[index])
         segments = (pools.prefill.routes(request_id), pools.decode.routes(sample_id))
         shape = (SIZES.n_layers, SIZES.top_k)
-        routes = stitch_routes(segments, 0, count - 1, shape, route_dtype(SIZES.n_experts))
+        routes = stitch_routes(segments, 0, count - 1, shape, route_dtype(pools.n_experts))
         sequences.append(
             TrainSequence(
                 token_ids=np.array([*prompt, *tokens[index]], np.int32),

@@ -158,6 +158,7 @@ class Cluster:
         self.state = SharedState()
         self.members: list[Member] = []
         self.models: dict[PolicyVersion, Any] = {}
+        self.sizes = SIZES
         self.seeds: dict[PolicyVersion, int] = {}
 
     async def start(self) -> None:
@@ -183,7 +184,7 @@ class Cluster:
         from slipstream.models.qwen3_moe.model import build_model, init_weights
 
         if version not in self.models:
-            model = build_model(SIZES)
+            model = build_model(self.sizes)
             init_weights(model, self.seeds.get(version, version.step))
             self.models[version] = model.eval().requires_grad_(False)
         return self.models[version]
@@ -246,7 +247,7 @@ class Cluster:
 
         config_class = PrefillConfig if kind == "prefill" else DecodeConfig
         config = self.make_config(config_class, replica=replica or f"{kind}-1", **fields)
-        engine: Any = HoldingEngine(EmbeddedEngine(SIZES, config.engine if "engine" in fields else ENGINE))
+        engine: Any = HoldingEngine(EmbeddedEngine(self.sizes, config.engine if "engine" in fields else ENGINE))
         ranks = Channels(lambda address: open_channel(address, Access()))
         await engine.start()
         transport = transport or GrpcWeightTransport(self.channel)

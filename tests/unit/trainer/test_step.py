@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,6 +74,15 @@ def test_tokens_after_an_unknown_route_are_not_counted_as_exact():
     metrics = learner().train([[sequence(5, unknown_ranges=((6, 7),))]], step=1, loss_token_count=5, trained=BASE)
     assert metrics["routes_unknown_fraction"] == pytest.approx(1 / 9)
     assert metrics["pure_token_count"] == 2  # targets 5 and 6 rest on positions 0 to 5
+
+
+def test_tokens_after_positions_computed_again_by_other_weights_are_not_counted_as_exact():
+    again = sequence(5, recomputed_from=6)
+    assert again.replayed_R.all()  # one version computed everything, so it came out the same
+    sampled_at = again.sampled_at.copy()
+    sampled_at[-1] += 1
+    later = replace(again, sampled_at=sampled_at)
+    assert later.replayed_R.tolist() == [True, True, False, False, False]
 
 
 def test_rewarded_tokens_become_more_likely():

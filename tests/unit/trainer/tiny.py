@@ -34,6 +34,7 @@ def sequence(
     advantage: float = 1.0,
     routes: np.ndarray | None = None,
     unknown_ranges: Ranges = (),
+    recomputed_from: int | None = None,
 ) -> TrainSequence:
     """A random rollout sampled at the base version, with random distinct routes unless given."""
     rng = np.random.default_rng(seed)
@@ -47,7 +48,7 @@ def sequence(
         engine_logps=np.full(count, -3.0, dtype=np.float32),
         sampled_at=np.full(count, BASE),
         kv_oldest=np.full(count, BASE),
-        routes=RouteRows(routes.astype(np.uint8), 0, unknown_ranges),
+        routes=RouteRows(routes.astype(np.uint8), 0, unknown_ranges, recomputed_from),
         advantage=advantage,
     )
 

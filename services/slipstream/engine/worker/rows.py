@@ -15,8 +15,9 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RoutesUnknown
-from slipstream.common.rows import answer_rows
+from slipstream.common.rows import Held, answer_rows
 from slipstream.engine.base import Engine
+from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.identity import WorkerIdentity
 
 
@@ -46,7 +47,7 @@ class RowsHolder:
             size_bytes=routes.rows.nbytes,
         )
 
-    def read(self, ref: types_pb2.RowsRef) -> tuple[rows_pb2.RowsPart, memoryview]:
+    def read(self, ref: types_pb2.RowsRef) -> Held:
         """The rows a reference names, as far as they are held; not copied."""
         nothing = rows_pb2.RowsPart(missing=True), memoryview(b"")
         if ref.holder_epoch not in ("", self._identity.epoch) or not ref.key.startswith(self._prefix):
@@ -82,9 +83,18 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
     async def FetchRows(
         self, request: rows_pb2.FetchRowsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        async with aclosing(answer_rows(request, self._routes.read)) as messages:
+        size_bytes = 0
+
+        def read(ref: types_pb2.RowsRef) -> Held:
+            nonlocal size_bytes
+            part, data = self._routes.read(ref)
+            size_bytes += data.nbytes
+            return part, data
+
+        async with aclosing(answer_rows(request, read)) as messages:
             async for message in messages:
                 yield message
+        telemetry.rows_sent_bytes.inc(size_bytes - request.offset_bytes)
 
     async def ReleaseRows(
         self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext

@@ -48,6 +48,7 @@ stale = Reading("gauge", "slipstream_worker_stale", "1 while the weights failed 
 logprobs_unknown = Counter(
     "slipstream_worker_logprobs_unknown", "Sampled tokens whose log-probability was no number or above 0."
 )
+rows_sent_bytes = Counter("slipstream_worker_rows_sent_bytes", "Bytes of expert routes handed to whoever asked.")
 kv_sent_bytes = Counter("slipstream_worker_kv_sent_bytes", "Bytes of KV handed to decode workers.")
 update_pause = Histogram(
     "slipstream_worker_update_pause_seconds",
