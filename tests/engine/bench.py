@@ -68,11 +68,11 @@ class Finished:
 class Bench:
     """One engine, and the oracle of the weights it serves."""
 
-    def __init__(self, kind: EngineUnderTest, engine: Engine) -> None:
+    def __init__(self, kind: EngineUnderTest, engine: Engine, seed: int) -> None:
         self.kind = kind
         self.engine = engine
         self.version = FIRST
-        self.seed = 1
+        self.seed = seed
 
     @property
     def block(self) -> int:
@@ -96,6 +96,7 @@ class Bench:
         salt: str | None = None,
         kv: KvPayload | KvReference | None = None,
         capture_routes: bool | None = None,
+        first_route_position: int = 0,
         **sampling: Any,
     ) -> DecodeRequest:
         """A decode request of a name of its own, under a salt of its own unless told."""
@@ -108,6 +109,7 @@ class Bench:
             Sampling(**{"max_new_tokens": 8, "seed": 7, **sampling}),
             kv,
             self.engine.capabilities.captures_routes if capture_routes is None else capture_routes,
+            first_route_position,
         )
 
     def prefill_request(self, prompt: Sequence[int], salt: str | None = None) -> PrefillRequest:
@@ -163,10 +165,11 @@ class Factory:
         self.model_dir = model_dir
 
     @asynccontextmanager
-    async def __call__(self, limits: Limits = Limits()) -> AsyncIterator[Bench]:  # noqa: B008 frozen
-        engine = await self.kind.build(self.model_dir, limits)
+    async def __call__(self, limits: Limits = Limits(), seed: int = 1) -> AsyncIterator[Bench]:  # noqa: B008 frozen
+        """An engine whose first weights are those of `seed`."""
+        engine = await self.kind.build(self.model_dir, limits, tensors(seed))
         try:
-            yield Bench(self.kind, engine)
+            yield Bench(self.kind, engine, seed)
         finally:
             await engine.stop()
 

@@ -60,13 +60,15 @@ async def bench(_bench: Bench) -> AsyncIterator[Bench]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def _small(build: Factory) -> AsyncIterator[Bench]:
-    async with build(Limits(blocks=96, running_samples=4, waiting_requests=8)) as bench:
+    async with build(Limits(kv_tokens=576, running_samples=4, waiting_requests=8)) as bench:
         yield bench
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def small(_small: Bench) -> AsyncIterator[Bench]:
-    """A shared engine that is full soon. It never leaves the weights of seed 1."""
+    """A shared engine that is full soon, on the weights of seed 1."""
+    if _small.seed != 1:
+        await _small.serve(1)
     yield _small
     await _small.idle()
 

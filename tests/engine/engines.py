@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import Engine, KvPayload, KvReference
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
-from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.config import BLOCK_MULTIPLE, VllmConfig
 from slipstream.engine.vllm.engine import VllmEngine
-from slipstream.models.checkpoint import load_model, to_hf
 from slipstream.models.registry import load_sizes
 
 FIRST = PolicyVersion(1, 0)
 """What an engine under test serves at first."""
+EMBEDDED_BLOCK_TOKENS = 8
 CHUNK_TOKENS = 64
 """Prompt tokens a step, where an engine can cut prompts."""
 
@@ -25,7 +27,8 @@ CHUNK_TOKENS = 64
 class Limits:
     """What a body asks an engine to be built with; the rest is in `Engine.limits`."""
 
-    blocks: int = 1024
+    kv_tokens: int = 8192
+    """At least two whole contexts."""
     running_samples: int = 64
     waiting_requests: int = 256
     transfer_ttl_s: float = 60.0
@@ -38,8 +41,8 @@ class EngineUnderTest(Protocol):
     tolerance: float
     """Of log-probabilities against the trainer's model."""
 
-    async def build(self, model_dir: Path, limits: Limits) -> Engine:
-        """A started engine that serves the weights in `model_dir` as version `FIRST`.
+    async def build(self, model_dir: Path, limits: Limits, tensors: dict[str, torch.Tensor]) -> Engine:
+        """A started engine for the model in `model_dir`, that serves `tensors` as version `FIRST`, its first ones.
 
         One that can chunk a prefill is to compute at most `CHUNK_TOKENS` of prompts in a step.
         """
@@ -60,10 +63,11 @@ class Embedded:
     name = "embedded"
     tolerance = 1e-5
 
-    async def build(self, model_dir: Path, limits: Limits) -> Engine:
+    async def build(self, model_dir: Path, limits: Limits, tensors: dict[str, torch.Tensor]) -> Engine:
         sizes = load_sizes(model_dir)
         config = EmbeddedConfig(
-            block_count=limits.blocks,
+            block_count=limits.kv_tokens // EMBEDDED_BLOCK_TOKENS,
+            block_size_tokens=EMBEDDED_BLOCK_TOKENS,
             max_running_samples=limits.running_samples,
             max_waiting_requests=limits.waiting_requests,
             max_prefill_tokens=CHUNK_TOKENS,
@@ -71,7 +75,7 @@ class Embedded:
         )
         engine = EmbeddedEngine(sizes, config)
         await engine.start()
-        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
+        await engine.update(FIRST, tensors, lambda paused: None)
         return engine
 
     async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:
@@ -88,19 +92,19 @@ class Vllm:
     name = "vllm"
     tolerance = 1e-5
 
-    async def build(self, model_dir: Path, limits: Limits) -> Engine:
+    async def build(self, model_dir: Path, limits: Limits, tensors: dict[str, torch.Tensor]) -> Engine:
         sizes = load_sizes(model_dir)
         config = VllmConfig(
-            block_count=limits.blocks,
+            block_count=limits.kv_tokens // BLOCK_MULTIPLE + 1,  # vLLM keeps one for itself
             max_running_samples=limits.running_samples,
             max_waiting_requests=limits.waiting_requests,
-            max_prefill_tokens=64,
+            max_prefill_tokens=CHUNK_TOKENS,
             transfer_ttl_s=limits.transfer_ttl_s,
             connector="nixl",
         )
         engine = VllmEngine(model_dir, sizes, config)
         await engine.start()
-        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
+        await engine.update(FIRST, tensors, lambda paused: None)
         return engine
 
     async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:

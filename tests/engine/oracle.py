@@ -98,6 +98,8 @@ def crossing(token_ids: Sequence[int], bounds: Sequence[tuple[int, int]], routes
     """A sequence whose weights were swapped under way, with the KV kept: `bounds` are (end position, seed)."""
     kv, start, parts = KeptKv(), 0, []
     for end, seed in bounds:
+        if end == start:
+            continue
         model = weights(seed)
         replay = None if routes is None else torch.from_numpy(routes[start:end])
         model.routes.begin(replay_TLK=replay, capture=True, margins=routes is None)

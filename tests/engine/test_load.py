@@ -33,9 +33,9 @@ async def test_counters_are_the_tests_own_count(bench: Bench):
 async def test_gauges_follow_what_runs_waits_and_is_held(small: Bench):
     engine, streams = small.engine, []
     for index in range(2):
-        streams.append(asyncio.create_task(small.ask(prompt_of(9, seed=index), 2, max_new_tokens=120)))
+        streams.append(asyncio.create_task(small.ask(prompt_of(9, seed=index), 2, max_new_tokens=110)))
     await until(lambda: engine.load().running_samples == 4, "four running samples")
-    held = -(-(9 + 120) // small.block) * 4
+    held = -(-(9 + 110) // small.block) * 4
     assert 0 < engine.load().blocks_used <= held
     queued = [small.request(prompt_of(9, seed=9), max_new_tokens=3) for _ in range(3)]
     waiting = [asyncio.create_task(small.run(request)) for request in queued]

@@ -233,6 +233,10 @@ class EngineCapabilities:
     chunked_prefill: bool = False
     """A prompt may be computed over several steps, so that running samples go on between."""
 
+    preempts: bool = False
+    """A running sample may lose its KV to others when blocks run out; it is computed once more, at the weights of then,
+    and its routes say so (`RouteRows.recomputed_from`)."""
+
     kv_events: bool = True
     """`drain_kv_events`."""
 
@@ -304,6 +308,8 @@ class EngineLoad:
     decoded_tokens: int = 0
     decode_steps: int = 0
     route_bytes: int = 0
+    preemptions: int = 0
+    """Times that a sample lost its KV to others."""
     routes_dropped: int = 0
     """Rows given up because the byte bound was reached; they train as unknown routes."""
 

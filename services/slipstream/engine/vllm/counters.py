@@ -22,7 +22,7 @@ class Counters:
     def __init__(self) -> None:
         self.running = self.waiting = 0
         self.kv_usage = 0.0
-        self.decoded_tokens = self.decode_steps = 0
+        self.decoded_tokens = self.decode_steps = self.preemptions = 0
         self.prefix_hit_tokens = self.prefix_query_tokens = self.prefilled_tokens = 0
         """Of requests, not of their samples: counted by the engine."""
         self.offload = OffloadLoad()
@@ -49,6 +49,8 @@ class Counters:
                 self.offload = OffloadLoad(**figures)
             # vLLM's own loggers come after this one, and take what is left for a connector's.
             scheduler_stats.kv_connector_stats = scheduler_stats.kv_connector_stats or None
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
         if iteration_stats is not None and iteration_stats.num_generation_tokens:
             prompts = iteration_stats.prompt_token_stats
             self.decoded_tokens += iteration_stats.num_generation_tokens

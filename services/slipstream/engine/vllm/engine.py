@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -107,6 +108,7 @@ class VllmEngine:
             kv_transports=() if config.connector == "none" else (config.connector,),
             truncates_sampling=False,
             chunked_prefill=True,
+            preempts=True,
         )
         if (config.block_count - 1) * config.block_size_tokens < 2 * (sizes.max_context_tokens + 1):
             raise ValueError("block_count must hold two whole contexts, and the one block vLLM keeps for itself")
@@ -283,7 +285,8 @@ class VllmEngine:
             sample.logprobs.append(entry[token_id].logprob)
         if output.finished:
             if news.routed_experts is not None and open_request.request.capture_routes:
-                self._keep_routes(open_request.request, sample, news.routed_experts)
+                preempted = output.metrics is not None and output.metrics.num_preemptions > 0
+                self._keep_routes(open_request.request, sample, news.routed_experts, preempted)
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
 
@@ -304,8 +307,11 @@ class VllmEngine:
         self._counters.prefix_hit_tokens += cached_count
         self._counters.prefilled_tokens += count - cached_count
 
-    def _keep_routes(self, request: DecodeRequest, sample: Sample, rows: np.ndarray) -> None:
-        """Rows of the prompt but its last token go under the request, the rest under the sample."""
+    def _keep_routes(self, request: DecodeRequest, sample: Sample, rows: np.ndarray, preempted: bool) -> None:
+        """Rows of the prompt but its last token go under the request, the rest under the sample.
+
+        What a preempted sample computed once more has the rows of the first time; how much that was vLLM does not say.
+        """
         first = len(request.token_ids) - 1
         if len(rows) != first + len(sample.token_ids):  # whose they are is not known
             self._routes.dropped_rows += first + len(sample.token_ids)
@@ -313,6 +319,7 @@ class VllmEngine:
         if request.kv is None:  # else they are where the prompt was computed
             self._keep_prompt_routes(request, rows[:first])
         own = routes_of(rows[first:], first, self.limits.route_dtype)
+        own = replace(own, recomputed_from=0 if preempted else None)
         self._routes.put(request.sample_ids[sample.index], own)
 
     def _keep_prompt_routes(self, request: PrefillRequest | DecodeRequest, rows: np.ndarray) -> None:
@@ -498,6 +505,7 @@ class VllmEngine:
             prefilled_tokens=counters.prefilled_tokens,
             decoded_tokens=counters.decoded_tokens,
             decode_steps=counters.decode_steps,
+            preemptions=counters.preemptions,
             route_bytes=self._routes.size_bytes,
             routes_dropped=self._routes.dropped_rows,
             dead_kv_bytes=counters.cache.dead_blocks * self.limits.block_size_tokens * self.limits.kv_bytes_per_token,

@@ -1,0 +1,167 @@
+"""The experts recorded for every position are those that computed it first, as an oracle chooses them; or unknown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from slipstream.common.errors import RoutesUnknown
+from slipstream.engine.base import DecodeRequest
+from slipstream.engine.routes import RouteRows
+from tests.engine.bench import Bench, Finished, prompt_of, unique, until
+from tests.engine.engines import CHUNK_TOKENS
+from tests.engine.oracle import Forward, crossing
+from tests.engine.test_agreement import NEAR_TIE, rows_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def agreed(rows: np.ndarray, oracle: Forward) -> np.ndarray:
+    """At which positions these are the oracle's experts, in any order. Near-ties are no evidence either way."""
+    equal = (np.sort(rows, -1) == np.sort(oracle.routes[: len(rows)], -1)).all((1, 2))
+    return equal | (oracle.margin < NEAR_TIE)
+
+
+def same(rows: np.ndarray, oracle: Forward) -> bool:
+    return bool(agreed(rows, oracle).all())
+
+
+def likely_cuts(end: int, size: int) -> Iterator[int]:
+    """Where a prompt may have been cut: at multiples of a size rather than elsewhere."""
+    yield from range(0, end + 1, size)
+    yield from (cut for cut in range(end + 1) if cut % size)
+
+
+def expect_none(bench: Bench, request: DecodeRequest) -> bool:
+    """For engines that capture none: they keep none."""
+    if bench.engine.capabilities.captures_routes:
+        return False
+    for key in (request.request_id, *request.sample_ids):
+        with pytest.raises(RoutesUnknown):
+            bench.engine.routes(key)
+    return True
+
+
+def tokens_of(request: DecodeRequest, sample: Finished) -> list[int]:
+    return [*request.token_ids, *sample.token_ids]
+
+
+async def test_turns_that_hit_the_cache_have_the_rows_of_all_their_positions(bench: Bench):
+    """Chunked, too: the prompts are longer than what is computed in a step."""
+    prompt, salt = prompt_of(2 * CHUNK_TOKENS + 5), unique("salt")
+    for turn in range(3):
+        request = bench.request(prompt, samples=2, salt=salt, max_new_tokens=16)
+        samples = await bench.run(request)
+        if expect_none(bench, request):
+            return
+        assert (samples[0].cached_token_count > 0) == (turn > 0)
+        for index, sample in enumerate(samples):
+            rows = rows_of(bench, request, index)
+            tokens = tokens_of(request, sample)
+            assert len(rows) == len(tokens) - 1, "the last token of a turn has no row until the next one"
+            assert same(rows, bench.oracle.forward(tokens))
+        prompt = [*prompt, *samples[0].token_ids, *prompt_of(9, seed=turn)]
+
+
+async def test_rows_that_an_earlier_turn_has_are_not_recorded_again(bench: Bench):
+    prompt, salt = prompt_of(2 * bench.block + 5), unique("salt")
+    (answer,) = await bench.ask(prompt, salt=salt, max_new_tokens=16)
+    told = len(prompt) + 15
+    later = [*prompt, *answer.token_ids, *prompt_of(9, seed=1)]
+    request = bench.request(later, salt=salt, first_route_position=told)
+    (sample,) = await bench.run(request)
+    if expect_none(bench, request):
+        return
+    routes = bench.engine.routes(request.request_id)
+    assert (routes.first_position, routes.end, routes.unknown_ranges) == (told, len(later) - 1, ())
+    oracle = bench.oracle.forward(tokens_of(request, sample))
+    assert oracle.margin < NEAR_TIE or (np.sort(routes.rows, -1) == np.sort(oracle.routes[told : routes.end], -1)).all()
+
+
+async def test_an_update_between_the_parts_of_a_prompt_shows_in_its_rows(bench: Bench):
+    """Where the swap came the engine need not say, only that there is older KV: so any cut between two parts may be."""
+    old = bench.seed
+    for attempt in range(4):
+        new = 3 - old
+        request = bench.request(prompt_of(200, seed=attempt), samples=2, max_new_tokens=30)
+        dispatched = bench.version
+        running = asyncio.create_task(bench.run(request))
+        await asyncio.sleep(0.004 * attempt)
+        version = await bench.serve(new)
+        samples = await running
+        if expect_none(bench, request):
+            return
+        for index, sample in enumerate(samples):
+            tokens, first = tokens_of(request, sample), len(request.token_ids)
+            before = sample.versions.count(dispatched)
+            cuts = [first - 1 + before] if before else likely_cuts(first - 1, CHUNK_TOKENS)
+            if sample.oldest == {version}:
+                cuts = [0]
+            rows = rows_of(bench, request, index)
+            oracles = (crossing(tokens[:-1], [(cut, old), (len(tokens) - 1, new)]) for cut in cuts)
+            assert any(same(rows, oracle) for oracle in oracles)
+        old = new
+
+
+async def test_a_preempted_sample_keeps_the_rows_of_the_first_time(small: Bench):
+    """Samples need more blocks than there are; and the weights change meanwhile, so that rows computed later differ."""
+    before = small.engine.load().preemptions
+    prompts = [prompt_of(20 + index, seed=index) for index in range(4)]
+    requests = [small.request(prompt, max_new_tokens=200) for prompt in prompts]
+    dispatched = small.version
+    running = [asyncio.create_task(small.run(request)) for request in requests]
+    await until(lambda: small.engine.load().tokens_in_flight > 400, "a pool that is nearly full")
+    await small.serve(2)
+    answers = await asyncio.gather(*running)
+    assert (small.engine.load().preemptions > before) == small.engine.capabilities.preempts
+    recomputed = 0
+    for request, (sample,) in zip(requests, answers, strict=True):
+        if expect_none(small, request):
+            return
+        tokens, first = tokens_of(request, sample), len(request.token_ids)
+        assert len(sample.token_ids) == 200
+        before = sample.versions.count(dispatched)
+        cut = first - 1 + before if before else 0
+        rows = rows_of(small, request, 0)
+        kept = agreed(rows, crossing(tokens[:-1], [(cut, 1), (len(tokens) - 1, 2)]))
+        assert kept[:cut].all(), "a row was replaced by one of newer weights"
+        if small.engine.routes(request.sample_ids[0]).recomputed_from is None:
+            assert kept.all()
+            continue
+        recomputed += 1
+        # From some position on they rest on KV that was computed once more, but for a part that was still cached.
+        firsts = np.minimum.accumulate(kept)
+        oracles = (crossing(tokens[:-1], [(hit, 1), (len(tokens) - 1, 2)]) for hit in likely_cuts(cut, small.block))
+        lasts = (np.minimum.accumulate(agreed(rows, oracle)[::-1])[::-1] for oracle in oracles)
+        assert any((firsts | last).all() for last in lasts)
+    assert (recomputed > 0) == small.engine.capabilities.preempts
+
+
+async def test_positions_whose_experts_no_one_here_knows_are_said_to_be_unknown(bench: Bench, prefiller: Bench):
+    """KV that another engine computed brings no rows; whoever hits it later is told so, and gets no zeros."""
+    prompt, salt = prompt_of(2 * bench.block + 5), unique("salt")
+    result = await prefiller.prefill(prefiller.prefill_request(prompt, salt))
+    if result is None:  # all KV of such an engine is its own
+        return
+    kv = await bench.kind.transfer(prefiller.engine, result.transfer_id)
+    (answer,) = await bench.ask(prompt, salt=salt, kv=kv, max_new_tokens=4)
+    prefiller.engine.release_kv(result.transfer_id)
+    request = bench.request([*prompt, *answer.token_ids, *prompt_of(9, seed=1)], salt=salt)
+    (sample,) = await bench.run(request)
+    if expect_none(bench, request):
+        return
+    hit = sample.cached_token_count
+    assert hit >= 2 * bench.block
+    routes: RouteRows = bench.engine.routes(request.request_id)
+    transferred = len(prompt) - 1
+    assert routes.unknown_ranges == ((0, min(hit, transferred)),)
+    assert (routes.rows[~routes.known()] == np.iinfo(routes.rows.dtype).max).all()
+    oracle = bench.oracle.forward(tokens_of(request, sample))
+    known = routes.rows[routes.known()]
+    assert (
+        oracle.margin < NEAR_TIE
+        or (np.sort(known, -1) == np.sort(oracle.routes[: routes.end][routes.known()], -1)).all()
+    )
