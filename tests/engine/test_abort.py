@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 
 from slipstream.common.errors import KvUnknown, RequestAborted
-from slipstream.engine.base import FRAMES, KvPayload
-from tests.engine.bench import Bench, Factory, prompt_of, until
+from tests.engine.bench import Bench, Factory, prompt_of, unique, until
 from tests.engine.engines import Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -41,7 +40,7 @@ class Steady:
             self.rounds += 1
 
 
-async def abort_queued(bench: Bench, number: int, _: KvPayload | None) -> bool:
+async def abort_queued(bench: Bench, number: int, _: Bench) -> bool:
     """All rows are taken, so the request waits; False if a row came free meanwhile."""
     request = bench.request(prompt_of(9, seed=number), SAMPLES)
     waiting = asyncio.create_task(bench.run(request))
@@ -57,7 +56,7 @@ async def abort_queued(bench: Bench, number: int, _: KvPayload | None) -> bool:
     return not any(sample.token_ids for sample in samples)
 
 
-async def abort_computing(bench: Bench, number: int, _: KvPayload | None) -> bool:
+async def abort_computing(bench: Bench, number: int, _: Bench) -> bool:
     """A decode request whose prompt is computed in this engine; False if its first token was there already."""
     request = bench.request(prompt_of(200, seed=number), SAMPLES, max_new_tokens=40)
     running = asyncio.create_task(bench.run(request))
@@ -68,7 +67,7 @@ async def abort_computing(bench: Bench, number: int, _: KvPayload | None) -> boo
     return ended == SAMPLES and not any(sample.token_ids for sample in samples)
 
 
-async def abort_prefilling(bench: Bench, number: int, _: KvPayload | None) -> bool:
+async def abort_prefilling(bench: Bench, number: int, _: Bench) -> bool:
     """At any moment from before its first step to after its last."""
     job = bench.prefill_request(prompt_of(150, seed=number))
     running = asyncio.create_task(bench.engine.prefill(job))
@@ -80,24 +79,26 @@ async def abort_prefilling(bench: Bench, number: int, _: KvPayload | None) -> bo
     return True
 
 
-async def abort_transferring(bench: Bench, number: int, kv: KvPayload | None) -> bool:
-    """The prefill's KV is held for whoever fetches it; and a decode request that brings KV is aborted at once."""
-    job = bench.prefill_request(prompt_of(40, seed=number))
-    await bench.engine.prefill(job)
-    assert await bench.engine.abort(job.request_id) == 1
-    assert not bench.engine.release_kv(job.request_id)
-    if FRAMES in bench.engine.capabilities.kv_transports:
-        with pytest.raises(KvUnknown):
-            bench.engine.export_kv(job.request_id)
-    request = bench.request(prompt_of(40), SAMPLES, kv=kv, max_new_tokens=100)
+async def abort_transferring(bench: Bench, number: int, prefiller: Bench) -> bool:
+    """The prefill's KV is held for whoever fetches it; and a decode request is aborted at any moment of fetching it."""
+    prompt, salt = prompt_of(40, seed=number), unique("salt")
+    job = prefiller.prefill_request(prompt, salt)
+    await prefiller.engine.prefill(job)
+    kv = await bench.kind.transfer(prefiller.engine, job.request_id)
+    request = bench.request(prompt, SAMPLES, salt=salt, kv=kv, max_new_tokens=200)
     importing = asyncio.create_task(bench.run(request))
-    await asyncio.sleep(0)
+    for _ in range(random.Random(number).choice([1, 1, 5, 50])):
+        await asyncio.sleep(0)
     await bench.engine.abort(request.request_id)
     assert {sample.finish_reason for sample in await importing} == {"aborted"}
+    await prefiller.engine.abort(job.request_id)  # where the decode engine read it all, it is free already
+    assert not prefiller.engine.release_kv(job.request_id)
+    with pytest.raises(KvUnknown):
+        await bench.kind.transfer(prefiller.engine, job.request_id)
     return True
 
 
-async def abort_decoding(bench: Bench, number: int, _: KvPayload | None) -> bool:
+async def abort_decoding(bench: Bench, number: int, _: Bench) -> bool:
     """What was sampled so far is kept, with its routes. Every fifth caller just leaves."""
     request = bench.request(prompt_of(9, seed=number), SAMPLES, max_new_tokens=200)
     stream = bench.engine.decode_batches(request, flush_s=0.0)
@@ -138,11 +139,6 @@ async def test_aborts_free_all_blocks_and_leave_others_untouched(narrow: Bench, 
     if phase in OF_A_PREFILL_POOL and not narrow.engine.capabilities.prefills:
         assert await narrow.prefill(narrow.prefill_request(prompt_of(40))) is None
         return
-    kv = None
-    if FRAMES in narrow.engine.capabilities.kv_transports:
-        held = await prefiller.engine.prefill(prefiller.prefill_request(prompt_of(40)))
-        kv = prefiller.engine.export_kv(held.transfer_id)
-        prefiller.engine.release_kv(held.transfer_id)
     steady = Steady(narrow, ROWS if phase is abort_queued else ROWS - SAMPLES)
     done = asyncio.Event()
     await steady.start()
@@ -152,7 +148,7 @@ async def test_aborts_free_all_blocks_and_leave_others_untouched(narrow: Bench, 
         number = aborted = 0
         while aborted < ABORTS_A_PHASE:
             async with asyncio.timeout(20):
-                aborted += await phase(narrow, number, kv)
+                aborted += await phase(narrow, number, prefiller)
             number += 1
             assert number < 4 * ABORTS_A_PHASE, "the phase is hardly ever met"
             assert not others.done(), others.exception()

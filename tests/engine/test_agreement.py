@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slipstream.common.errors import RoutesUnknown
 from slipstream.engine.base import DecodeRequest
-from tests.engine.bench import Bench, Finished, prompt_of, unique
+from tests.engine.bench import Bench, Factory, Finished, prompt_of, unique
+from tests.engine.engines import Embedded
 from tests.engine.oracle import SIZES
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -123,3 +125,19 @@ async def test_a_probe_equals_a_full_forward_and_neither_reads_nor_writes_the_ca
     figure("largest difference of the probe to the trainer's", error)
     assert error <= bench.kind.tolerance
     assert await bench.engine.probe(prompt, salt) == pytest.approx(probed.logprobs, abs=bench.kind.tolerance)
+
+
+async def test_logprobs_equal_those_of_the_embedded_engine(bench: Bench, model_dir: Path, figure):
+    """The reference engine, on the same weights and tokens; it routes live, so near-ties are left out."""
+    embedded = Factory(Embedded(), model_dir)
+    async with embedded(seed=bench.seed) as reference:
+        for length in (7, 70, 200):
+            prompt = prompt_of(length, seed=4)
+            for sample in await bench.ask(prompt, 6, max_new_tokens=40):
+                tokens = [*prompt, *sample.token_ids]
+                if bench.oracle.forward(tokens).margin < NEAR_TIE:
+                    continue
+                expected = await reference.engine.probe(tokens, unique("salt"))
+                error = np.abs(np.array(sample.logprobs) - expected[length - 1 :]).max()
+                figure("largest difference of log-probabilities to the embedded engine's", float(error))
+                assert error <= bench.kind.tolerance

@@ -12,7 +12,7 @@ from slipstream.common.errors import SamplingBiased, Unsupported
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.worker.prompts import UNKNOWN_LOGPROB, chunk_to_proto
 from slipstream.engine.worker.telemetry import logprobs_unknown
-from tests.engine.bench import Bench, prompt_of
+from tests.engine.bench import Bench, Finished, prompt_of, unique
 from tests.engine.oracle import tensors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -97,3 +97,26 @@ async def test_a_temperature_near_nothing_is_greedy(bench: Bench, temperature):
     prompt = prompt_of(9)
     (sample,) = await bench.ask(prompt, temperature=temperature, max_new_tokens=6)
     assert sample.token_ids == await bench.greedy(prompt, 6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_partial_generation_that_resumes_asks_for_what_is_left_and_ends_as_if_nothing_had_been(
+    bench: Bench, temperature
+):
+    """Draws depend on the position alone, and so they go on where they were."""
+    prompt, salt, budget = prompt_of(2 * bench.block + 3), unique("salt"), 150
+    sampling = {"temperature": temperature, "seed": 11}
+    (whole,) = await bench.ask(prompt, max_new_tokens=budget, **sampling)
+    request = bench.request(prompt, salt=salt, max_new_tokens=budget, **sampling)
+    part = Finished()
+    async for chunk in bench.engine.decode(request, flush_s=0.0):
+        part.add(chunk)
+        if len(part.token_ids) >= 10 and not part.finish_reason:
+            await bench.engine.abort(request.request_id)
+    assert (part.finish_reason, len(part.token_ids) < budget) == ("aborted", True)
+    left = budget - len(part.token_ids)
+    (rest,) = await bench.ask([*prompt, *part.token_ids], salt=salt, max_new_tokens=left, **sampling)
+    assert rest.cached_token_count >= 2 * bench.block
+    assert (len(rest.token_ids), rest.finish_reason) == (left, "length")
+    assert [*part.token_ids, *rest.token_ids] == whole.token_ids
+    assert [*part.logprobs, *rest.logprobs] == pytest.approx(whole.logprobs, abs=bench.kind.tolerance)

@@ -96,8 +96,9 @@ def compare_crossing(
     """
     tokens, first = [*request.token_ids, *sample.token_ids], len(request.token_ids)
     assert sample.versions == sorted(sample.versions)
-    ends = [first - 1 + sample.versions.index(version) for version in sorted(seeds)[1:]]
-    bounds = [(end, seeds[version]) for version, end in zip(sorted(seeds), [*ends, len(tokens) - 1], strict=True)]
+    seen = sorted(set(sample.versions))
+    ends = [first - 1 + sample.versions.index(version) for version in seen[1:]]
+    bounds = [(end, seeds[version]) for version, end in zip(seen, [*ends, len(tokens) - 1], strict=True)]
     live = crossing(tokens[:-1], bounds)
     rows = rows_of(bench, request, index) if request.capture_routes else None
     if rows is not None and live.margin >= NEAR_TIE:
@@ -111,8 +112,9 @@ def compare_crossing(
     figure("largest difference of log-probabilities over updates to the trainer's", error)
     assert error <= bench.kind.tolerance
     assert sample.oldest == {min(seeds)}
-    # The same tokens on one set of weights are told apart.
-    assert float((torch.tensor(sample.logprobs) - Oracle(1).forward(tokens).logprobs(tokens, first)).abs().max()) > 1e-2
+    if len(seen) > 1:  # the same tokens on one set of weights would be told apart
+        alone = Oracle(1).forward(tokens).logprobs(tokens, first)
+        assert float((torch.tensor(sample.logprobs) - alone).abs().max()) > 1e-2
 
 
 async def test_what_is_in_flight_over_updates_equals_an_oracle_that_swaps_at_the_same_tokens(bench: Bench, figure):
@@ -125,10 +127,11 @@ async def test_what_is_in_flight_over_updates_equals_an_oracle_that_swaps_at_the
     running = [asyncio.create_task(bench.run(request)) for request in requests]
     for seed in (2, 3):
         before = bench.engine.load().decoded_tokens
-        await until(lambda: bench.engine.load().running_samples == 12, "all samples")
         await until(lambda before=before: bench.engine.load().decoded_tokens - before > 300, "some tokens of each")
         seeds[await bench.serve(seed)] = seed
-    for request, samples in zip(requests, await asyncio.gather(*running), strict=True):
+    answers = await asyncio.gather(*running)
+    assert {version for samples in answers for sample in samples for version in sample.versions} >= set(list(seeds)[:2])
+    for request, samples in zip(requests, answers, strict=True):
         for index, sample in enumerate(samples):
             compare_crossing(bench, request, index, sample, seeds, figure)
 

@@ -37,7 +37,8 @@ def seed_draws_by_position(runner: Any) -> None:
                 base = generator.initial_seed()
                 generator = batch.generators[row] = state.generator = PositionGenerator()
                 generator.base = base
-            generator.manual_seed(position_seed(generator.base, len(state.output_token_ids)))
+            position = state.num_prompt_tokens + len(state.output_token_ids)  # the same when a sample is resumed
+            generator.manual_seed(position_seed(generator.base, position))
         return original(*args, **kwargs)
 
     runner._sample = sample

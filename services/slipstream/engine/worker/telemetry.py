@@ -21,6 +21,7 @@ decode_steps = Reading("counter", "slipstream_worker_decode_steps", "Decode step
 prefix_query_tokens = Reading("counter", "slipstream_worker_prefix_query_tokens", "Prompt positions looked up.")
 prefix_hit_tokens = Reading("counter", "slipstream_worker_prefix_hit_tokens", "Those found in the prefix cache.")
 route_bytes = Reading("gauge", "slipstream_worker_route_bytes", "Bytes of routes kept for the trainer.")
+preemptions = Reading("counter", "slipstream_worker_preemptions", "Samples that lost their KV to others.")
 routes_dropped = Reading("counter", "slipstream_worker_routes_dropped_rows", "Routes given up at the byte bound.")
 dead_kv_bytes = Reading("gauge", "slipstream_worker_dead_kv_bytes", "KV that stays under salts that have ended.")
 offload_query_tokens = Reading(
@@ -71,6 +72,7 @@ def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Call
         (prefix_query_tokens, "prefix_query_tokens"),
         (prefix_hit_tokens, "prefix_hit_tokens"),
         (route_bytes, "route_bytes"),
+        (preemptions, "preemptions"),
         (routes_dropped, "routes_dropped"),
         (dead_kv_bytes, "dead_kv_bytes"),
     ):
