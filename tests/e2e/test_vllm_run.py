@@ -13,31 +13,33 @@ import psutil
 import pytest
 from run_process import RunProcess, lives, terminal_outcomes
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(420, func_only=False)
 
 ON_VLLM = (
     *("--prefill.replicas", "0", "--decode.engine.type", "vllm", "--decode.engine.block-count", "256"),
-    # A worker takes that long to come back on a machine that does other things, too.
-    *("--orchestrator.pool-timeout-s", "120", "--launcher.restart", "on_failure"),
+    *("--orchestrator.pool-timeout-s", "180", "--orchestrator.stall-timeout-s", "240"),
+    *("--launcher.restart", "on_failure"),
 )
 STEPS = 12
+START_TIMEOUT_S = 180.0
+"""vLLM's start, 6 s of processor time, on a machine that does other things, too."""
 NUMERIC_K3 = 1e-9
 """float32 on both sides, different kernels: log-probabilities differ by a few 1e-6."""
 
 
 def test_a_run_on_vllm_trains_survives_the_death_of_its_worker_and_leaves_nothing(launch: Callable[..., RunProcess]):
-    shared_memory = set(os.listdir("/dev/shm"))
     run = launch("vllm", *ON_VLLM, "--orchestrator.total-steps", str(STEPS), "--orchestrator.max-off-policy-steps", "1")
-    run.wait_step(3)
+    run.wait_until(lambda: len(run.metrics("step")) >= 3, START_TIMEOUT_S)
     worker = run.pid("decode-1")
     (engine,) = psutil.Process(worker).children()
     assert len(sockets_of(worker)) == 1
+    shared_memory = mapped_by(worker, engine.pid)
 
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: not lives(engine), 5.0, "the engine outlived its worker")
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert left_in_memory(shared_memory, worker, engine.pid) == []
     died_s = time.time()
-    assert run.end(150.0) == 0, run.output
+    assert run.end(START_TIMEOUT_S) == 0, run.output
 
     assert run.pid("decode-1") != worker
     updates = run.metrics("update")
@@ -46,7 +48,7 @@ def test_a_run_on_vllm_trains_survives_the_death_of_its_worker_and_leaves_nothin
     assert terminal_outcomes(run.journal()) == {1}
     assert not sockets_of(worker), "what the killed worker left, the next one removed"
     assert not sockets_of(run.pid("decode-1"))
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert left_in_memory(shared_memory, run.pid("decode-1")) == []
     assert run.left_after(2.0) == []
     check_figures(run)
 
@@ -85,6 +87,18 @@ def engines_of(worker: int) -> list[psutil.Process]:
         return psutil.Process(worker).children()
     except psutil.NoSuchProcess:
         return []
+
+
+def mapped_by(*pids: int) -> set[Path]:
+    """Files of /dev/shm that processes use."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+
+
+def left_in_memory(once_mapped: set[Path], *pids: int) -> list[Path]:
+    """Those, and any that have the number of a process in their name. Other programs have files there, too."""
+    named = [path for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
+    return [*(path for path in once_mapped if path.exists()), *named]
 
 
 def sockets_of(worker: int) -> list[Path]:
