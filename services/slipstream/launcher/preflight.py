@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
 from slipstream.common.tls import try_certificates
+from slipstream.engine.vllm.connector import check_connector
 from slipstream.engine.vllm.installed import find_vllm
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
@@ -50,6 +51,8 @@ def _vocabulary(vocab_size: int, origins: Origins) -> None:
 def _vllm(config: RunConfig, origins: Origins) -> None:
     for pool in config.pools_with("vllm"):
         find_vllm(where=origins.located(f"{pool}.engine.type"))
+        section: Any = config.section(pool)
+        check_connector(section.engine, origins.located(f"{pool}.engine.connector"))
 
 
 def _bubblewrap(config: RunConfig, origins: Origins) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.engine.vllm import installed
+from slipstream.engine.vllm import connector, installed
 from slipstream.launcher.cli import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -193,6 +193,17 @@ def test_a_run_on_vllm_where_that_is_not_installed_is_told_what_to_type(refused,
     monkeypatch.setattr(installed, "DISTRIBUTIONS", ("not-installed",))
     said = refused("@", "base.toml", "--decode.engine.type=vllm", "--prefill.replicas=0")
     assert said == '--decode.engine.type is "vllm", which is not installed; install it with: make install-vllm'
+
+
+def test_a_connector_that_is_not_installed_is_told_of_before_any_start(refused, monkeypatch):
+    monkeypatch.setitem(connector._PACKAGES, "mooncake", "not_installed")
+    pools = [
+        f"--{pool}.engine.{words}" for pool in ("prefill", "decode") for words in ("type=vllm", "connector=mooncake")
+    ]
+    said = refused("@", "base.toml", *pools)
+    assert (
+        said == '--prefill.engine.connector is "mooncake", which is not installed; install it with: make install-vllm'
+    )
 
 
 def test_a_model_directory_without_its_files_is_refused(refused, tmp_path):

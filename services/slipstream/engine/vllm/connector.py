@@ -19,6 +19,7 @@ from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.common.errors import KvMismatch
 from slipstream.engine.base import KvReference
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.installed import REMEDY
 
 CLASSES = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
 _PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}
@@ -28,10 +29,10 @@ HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
 """Transfer parameters of a prefill whose blocks are to be held."""
 
 
-def check_connector(config: VllmConfig) -> None:
-    """Refuse a connector whose package is not installed."""
+def check_connector(config: VllmConfig, where: str = "engine.connector") -> None:
+    """Refuse a connector whose package is not installed, in the name of the setting that asks for it."""
     if config.connector != "none" and importlib.util.find_spec(_PACKAGES[config.connector]) is None:
-        raise ConfigError(f'engine.connector = "{config.connector}" is not installed; run: make install-vllm')
+        raise ConfigError(f'{where} is "{config.connector}", which is not installed; {REMEDY}')
 
 
 def transfer_config(config: VllmConfig) -> Any:
