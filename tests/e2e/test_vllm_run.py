@@ -50,6 +50,7 @@ def test_a_run_on_vllm_trains_survives_the_death_of_its_worker_and_leaves_nothin
     assert not sockets_of(run.pid("decode-1"))
     assert left_in_memory(shared_memory, run.pid("decode-1")) == []
     assert run.left_after(2.0) == []
+    assert run.events("service_killed") == [], "all drained by themselves"
     check_figures(run)
 
 

@@ -187,6 +187,8 @@ def load(
     program: str,
     config_class: type[RunConfig] | None = None,
     modules: Sequence[str] = RUN_MODULES,
+    *,
+    workers_here: bool = True,
 ) -> RunConfig | None:
     """The configuration of a run, or None when it was only to be shown or explained. `modules` must be installed."""
     from slipstream.launcher.config import RUN_CONFIG
@@ -209,7 +211,7 @@ def load(
     else:
         from slipstream.launcher.preflight import preflight
 
-        preflight(config, origins)
+        preflight(config, origins, workers_here=workers_here)
     if given.dry_run:
         print(dump_toml(config), end="")
         return None

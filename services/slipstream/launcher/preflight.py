@@ -24,18 +24,20 @@ from slipstream.trainer.model_dir import sizes_at_start
 PROBE_TIMEOUT_S = 120.0
 
 
-def preflight(config: RunConfig, origins: Origins, *, machine: bool = True) -> None:
+def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, workers_here: bool = True) -> None:
     """Raise `ConfigError` for the first thing that is not what it should be.
 
-    `machine`: also programs and certificates, which the doctor looks at on lines of their own.
+    `machine`: also programs and certificates, which the doctor looks at on lines of their own. `workers_here`: also
+    what the workers' engines need of the machine they run on.
     """
     trainer: Any = config.section("trainer")
     start = TrainerConfig(model=config.model, initial_model=trainer.initial_model)
     if trainer.initial_model is None:
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
-    if machine:
+    if machine and workers_here:
         _vllm(config, origins)
+    if machine:
         _bubblewrap(config, origins)
         try_certificates(config.tls)
     _environments(config, origins, sizes, trainer.initial_model)

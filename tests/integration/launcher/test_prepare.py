@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.common.config import ConfigError
+from slipstream.engine.vllm import installed
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.prepare import run_prepare
 
@@ -41,6 +42,14 @@ def test_each_process_gets_its_file_its_name_and_the_secrets_and_a_repeat_keeps_
     assert (run / "token").read_text() == token
     with pytest.raises(RunDirError, match="was not made from this configuration"):
         prepare(tmp_path, "--certs", "--orchestrator.total-steps", "3")
+
+
+def test_hosts_with_vllm_are_prepared_on_one_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(installed, "DISTRIBUTIONS", ("not-installed",))
+    pools = [f"--{pool}.engine.{words}" for pool in ("prefill", "decode") for words in ("type=vllm", "connector=nixl")]
+    assert prepare(tmp_path, "--certs", *pools) == 0
+    config = tomllib.loads((tmp_path / "demo" / "configs" / "decode-1.toml").read_text())
+    assert (config["engine"]["type"], config["engine"]["connector"]) == ("vllm", "nixl")
 
 
 @pytest.mark.parametrize(
