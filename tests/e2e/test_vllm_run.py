@@ -76,18 +76,18 @@ def check_figures(run: RunProcess) -> None:
 
 def test_an_engine_that_is_still_starting_ends_with_the_launcher(launch: Callable[..., RunProcess]):
     run = launch("killed", *ON_VLLM)
-    run.wait_until(lambda: run.events("service_started") and engines_of(run.pid("decode-1")))
+    run.wait_until(lambda: engines_of(run), START_TIMEOUT_S)
+    assert "decode-1 is up" not in run.output
     run.processes()
     run.process.kill()
     assert run.end(5.0) == -signal.SIGKILL
     assert run.left_after(6.0) == []
 
 
-def engines_of(worker: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(worker).children()
-    except psutil.NoSuchProcess:
-        return []
+def engines_of(run: RunProcess) -> list[psutil.Process]:
+    """The processes that the decode worker has started so far."""
+    started = [event["pid"] for event in run.events("service_started") if event["replica"] == "decode-1"]
+    return [child for pid in started for child in psutil.Process(pid).children()]
 
 
 def mapped_by(*pids: int) -> set[Path]:
