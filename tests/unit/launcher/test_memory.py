@@ -65,6 +65,8 @@ def test_more_workers_and_more_blocks_need_more():
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.engine.block-count=1000000"])) > 10_000 * MIB
     vllm = ["decode.engine.type=vllm"]
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], vllm)) > small + 2 * 500 * MIB
+    offload = [*vllm, "decode.engine.offload.memory-bytes=8000000000"]
+    assert needed_bytes(load_config(RUN_CONFIG, [DEMO], offload)) > 2 * 8_000_000_000
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts():
