@@ -37,22 +37,17 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.decode.config import DecodeConfig
 from slipstream.decode.kv_client import KvClient
 from slipstream.decode.servicer import decode_servicers
-from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.engine.worker.worker import Worker
 from slipstream.launcher.ports import bindable, candidate_ports
-from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.prefill.config import PrefillConfig
 from slipstream.prefill.servicer import prefill_servicers
 from slipstream.weights.manifest import Manifest, Probe
 from slipstream.weights.transport import GrpcWeightTransport
 from tests.integration.workers.holding import HoldingEngine
+from tests.integration.workers.kinds import TRANSFER_TTL_S, Embedded, Kind, Vllm
 from tests.integration.workers.turns import Turns
 
-SIZES = MoeConfig(
-    vocab_size=23, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, expert_dim=16, max_context_tokens=512
-)
-ENGINE = EmbeddedConfig(block_size_tokens=4, block_count=1024, max_running_samples=16)
 PROBE_TOKENS = [1, 2, 3, 5, 8, 13]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
@@ -152,13 +147,14 @@ class Member:
 class Cluster:
     """The two pools and the broadcaster; models by seed, versions published by the test."""
 
-    def __init__(self, make_config: Callable[..., Any], run_dir: Path) -> None:
+    def __init__(self, make_config: Callable[..., Any], run_dir: Path, kind: Kind) -> None:
+        self.kind = kind
         self.make_config = make_config
         self.run_dir = run_dir
         self.state = SharedState()
         self.members: list[Member] = []
         self.models: dict[PolicyVersion, Any] = {}
-        self.sizes = SIZES
+        self.sizes = kind.sizes
         self.seeds: dict[PolicyVersion, int] = {}
 
     async def start(self) -> None:
@@ -188,6 +184,15 @@ class Cluster:
             init_weights(model, self.seeds.get(version, version.step))
             self.models[version] = model.eval().requires_grad_(False)
         return self.models[version]
+
+    def model_dir(self) -> Path:
+        """Where engines find the model's sizes, and weights to start from."""
+        from slipstream.models.checkpoint import save_model
+
+        directory = self.run_dir / "model"
+        if not directory.exists():
+            save_model(self.model(PolicyVersion(1, 0)), directory)
+        return directory
 
     def logprobs(self, version: PolicyVersion, token_ids: Sequence[int]) -> Any:
         import torch
@@ -243,21 +248,19 @@ class Cluster:
         self, kind: str, replica: str = "", transport: Any = None, follow: bool = True, **fields: Any
     ) -> Member:
         """`follow`: it refits itself, and prefetches what is published."""
-        from slipstream.engine.embedded.engine import EmbeddedEngine
-
         config_class = PrefillConfig if kind == "prefill" else DecodeConfig
         config = self.make_config(config_class, replica=replica or f"{kind}-1", **fields)
-        engine: Any = HoldingEngine(EmbeddedEngine(self.sizes, config.engine if "engine" in fields else ENGINE))
+        engine: Any = HoldingEngine(self.kind.build(self.model_dir(), self.sizes, fields.get("engine")))
         ranks = Channels(lambda address: open_channel(address, Access()))
         await engine.start()
         transport = transport or GrpcWeightTransport(self.channel)
         kv = None
         if kind == "prefill":
             worker = Worker(config, worker_pb2.WORKER_ROLE_PREFILL, engine, transport, self.state, ranks.get)
-            servicers = prefill_servicers(worker, ENGINE.transfer_ttl_s)
+            servicers = prefill_servicers(worker, TRANSFER_TTL_S)
         else:
             worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state, ranks.get)
-            kv = KvClient(Access(), ENGINE.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
+            kv = KvClient(Access(), engine.limits.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
             servicers = decode_servicers(worker, kv)
         server, port = build_server(config, [*worker.servicers(), *servicers])
         await server.start()
@@ -322,9 +325,10 @@ def refusal() -> Callable[[Any], Coroutine[Any, Any, str]]:
 
 
 @pytest.fixture
-async def empty_cluster(make_config, tmp_path) -> AsyncIterator[Cluster]:
+async def empty_cluster(make_config, tmp_path, request) -> AsyncIterator[Cluster]:
     """A broadcaster without versions or workers."""
-    cluster = Cluster(make_config, tmp_path)
+    vllm = "vllm" in (request.config.getoption("--engine") or ())
+    cluster = Cluster(make_config, tmp_path, Vllm() if vllm else Embedded())
     await cluster.start()
     yield cluster
     await cluster.stop()
