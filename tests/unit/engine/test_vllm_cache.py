@@ -46,7 +46,7 @@ def later(salt: str) -> Stored:
 
 def known(ledger: CacheLedger) -> set[int]:
     news = CacheNews()
-    news.absorb({"dead_blocks": 0, "events": ledger.take()})
+    news.absorb({"dead_blocks": 0, "report": 0, "events": ledger.take()})
     held: set[int] = set()
     for event in news.drain_events():
         held = held | set(event.block_hashes) if event.kind == "stored" else held - set(event.block_hashes)
@@ -95,7 +95,7 @@ def test_events_that_nobody_drained_are_replaced_by_the_whole(monkeypatch):
     monkeypatch.setattr(cache, "EVENT_LIMIT", 3)
     news = CacheNews()
     for number in range(9):
-        news.absorb({"dead_blocks": number, "events": [("stored", [number])]})
-    news.absorb({"dead_blocks": 7, "events": [("removed", [0])]})
+        news.absorb({"dead_blocks": number, "report": 0, "events": [("stored", [number])]})
+    news.absorb({"dead_blocks": 7, "report": 4, "events": [("removed", [0])]})
     assert news.drain_events() == [KvEvent("cleared"), KvEvent("stored", tuple(range(1, 9)))]
-    assert (news.drain_events(), news.dead_blocks) == ([], 7)
+    assert (news.drain_events(), news.dead_blocks, news.report_number) == ([], 7, 4)

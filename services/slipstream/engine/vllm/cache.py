@@ -119,12 +119,14 @@ class CacheNews:
     def __init__(self) -> None:
         self.dead_blocks = 0
         """Held under salts that ended."""
+        self.report_number = 0
+        """Of the last report that was asked for."""
         self._held: dict[int, None] = {}
         self._events: list[KvEvent] = []
         self._events_lost = False
 
     def absorb(self, news: dict[str, Any]) -> None:
-        self.dead_blocks = news["dead_blocks"]
+        self.dead_blocks, self.report_number = news["dead_blocks"], news["report"]
         for kind, block_hashes in news["events"]:
             if kind == "cleared":
                 self._held.clear()

@@ -66,9 +66,6 @@ FORGET_TIMEOUT_S = 60.0
 GREEDY_BELOW = 1e-5
 """Temperatures that vLLM's sampler takes for 0."""
 SHUTDOWN_TIMEOUT_S = 10.0
-SETTLE_TIMEOUT_S = 0.1
-"""Counters come with vLLM's steps; in a pause they stay as they are."""
-
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -90,6 +87,7 @@ class VllmEngine:
         self._version: PolicyVersion | None = None
         self._update_task: asyncio.Task[UpdateReport] | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
+        self._report_number = 0
         self._llm: Any = None
         self.limits = EngineLimits(
             block_size_tokens=config.block_size_tokens,
@@ -348,7 +346,6 @@ class VllmEngine:
         await self._llm.abort([sample.vllm_id for sample in samples if sample.vllm_id], internal=True)
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await asyncio.wait(tasks)  # vLLM answers with what there is
-            await self._llm.collective_rpc("slipstream_barrier")
         await self._settle()
         return sum(sample.finish_reason == "aborted" for sample in samples)
 
@@ -358,14 +355,13 @@ class VllmEngine:
         return sum(open_request.waiting for open_request in self._open.values()) + self._prefills.running_count
 
     async def _settle(self) -> None:
-        """Wait until the counters have seen an abort."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                while (
-                    self._counters.running + self._counters.waiting
-                    > sum(len(each.unfinished) for each in self._open.values()) + self._prefills.running_count
-                ):
-                    await self._counters.next_record()
+        """Return when all that was sent to vLLM has been taken in, and the counters are those of after it."""
+        self._report_number += 1
+        number = self._report_number
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await self._llm.engine_core.call_utility_async("slipstream_report", number)
+            while self._counters.cache.report_number < number:
+                await self._counters.next_record()
 
     def check(self, request: DecodeRequest) -> None:
         check_decode(request, self._version, self.limits, self.capabilities)

@@ -81,6 +81,7 @@ class CacheMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.report_number = 0
         self._ledger = CacheLedger(MEDIUM_GPU)  # vLLM's word for the first tier, on the CPU too
         self.kv_event_publisher = LedgerPublisher(self._ledger)
 
@@ -96,7 +97,7 @@ class CacheMixin(Scheduler):
         if stats is not None:
             dead_blocks = sum(map(self._evict_blocks_of, self.running))
             self._ledger.absorb(self.kv_cache_manager.take_events() or ())
-            news = {"dead_blocks": dead_blocks, "events": self._ledger.take()}
+            news = {"dead_blocks": dead_blocks, "events": self._ledger.take(), "report": self.report_number}
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), NEWS: news}
         return stats
 
@@ -150,9 +151,16 @@ class AsyncProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, ProbeMixin, A
     """For executors that schedule ahead."""
 
 
-def _end_salt(core: Any, salt: str) -> None:
-    core.scheduler.end_salt(salt)
+def _report(core: Any, number: int) -> None:
+    """Tell how things stand now, in a pause too, with this number."""
+    core.scheduler.report_number = number
     core.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=core.scheduler.make_stats())))
 
 
+def _end_salt(core: Any, salt: str) -> None:
+    core.scheduler.end_salt(salt)
+    _report(core, core.scheduler.report_number)
+
+
+EngineCoreProc.slipstream_report = _report  # type: ignore[attr-defined]
 EngineCoreProc.slipstream_end_salt = _end_salt  # type: ignore[attr-defined]

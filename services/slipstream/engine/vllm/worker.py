@@ -39,9 +39,6 @@ class WorkerExtension:
             os._exit(1)
         seed_draws_by_position(self.model_runner)
 
-    def slipstream_barrier(self) -> None:
-        """Answer when all that was sent before has been taken in."""
-
     def slipstream_release_kv(self, request_ids: list[str]) -> None:
         """Nobody will read what is held of these prefills. Those that were read are free already, and skipped."""
         release_held(request_ids)
