@@ -28,7 +28,7 @@ PYTHON_FILES := services tests loadtests examples clients hatch_build.py
 FAST_TESTS := tests/unit tests/property
 # Every other folder: integration, edges, wheel, compose, docs, ... e2e and fault start a dozen whole runs.
 TESTS ?= $(filter-out $(FAST_TESTS) tests/gpu tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/))))
-LOAD_CHECKS ?= loadtests/frames.py loadtests/soak.py
+LOAD_CHECKS ?= loadtests/frames.py loadtests/routed_experts.py loadtests/soak.py
 DEMO_ARGS ?=
 comma := ,
 

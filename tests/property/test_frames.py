@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.api.rollout.v1 import rows_pb2
+from slipstream.common.crc import crc32_joined
 from slipstream.common.errors import FrameInvalid
 from slipstream.common.frames import decode, encode_data, encode_header, iter_frames, iter_joined_frames
 
@@ -79,3 +82,11 @@ def test_a_frame_cut_short_is_refused(value, draw):
     cut = draw.draw(st.integers(1, len(message) - 1))
     with pytest.raises(FrameInvalid):
         decode(message[:cut])
+
+
+@given(st.lists(st.binary(max_size=300) | st.sampled_from([2**16, 2**20 + 1]).map(bytes), max_size=4))
+def test_checksums_of_pieces_join_to_that_of_the_whole(pieces):
+    joined = 0
+    for piece in pieces:
+        joined = crc32_joined(joined, zlib.crc32(piece), len(piece))
+    assert joined == zlib.crc32(b"".join(pieces))

@@ -7,8 +7,10 @@ counted from the first prompt token. First write wins: a row that was recorded i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +48,11 @@ class RouteRows:
     def end(self) -> int:
         return self.first_position + len(self.rows)
 
+    @cached_property
+    def crc32(self) -> int:
+        """Of the rows' bytes, CRC-32 (IEEE)."""
+        return zlib.crc32(self.rows.data) if self.rows.size else 0
+
     def known(self) -> NDArray[np.bool_]:
         """Which rows are known, `[n]`."""
         known = np.ones(len(self.rows), dtype=bool)
@@ -57,6 +64,8 @@ class RouteRows:
         """Those of positions `[start, end)` that are here, not copied."""
         start = min(max(start, self.first_position), self.end)
         end = max(start, min(end, self.end))
+        if (start, end) == (self.first_position, self.end):
+            return self
         ranges = tuple((max(a, start), min(b, end)) for a, b in self.unknown_ranges if b > start and a < end)
         rows = self.rows[start - self.first_position : end - self.first_position]
         return RouteRows(rows, start, ranges, self.recomputed_from)
@@ -123,6 +132,7 @@ class RouteStore:
         else:
             self.size_bytes += ENTRY_BYTES
         self._rows[key] = routes
+        _ = routes.crc32  # while the rows are in the processor's cache
         self.size_bytes += routes.rows.nbytes
         while self.size_bytes > self._limit_bytes:
             oldest = next(iter(self._rows))

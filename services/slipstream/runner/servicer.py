@@ -10,7 +10,7 @@ import grpc
 
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.rows import Held, answer_rows
+from slipstream.common.rows import NOTHING, Held, answer_rows
 from slipstream.runner.spool import Spool
 
 if sys.byteorder != "little":
@@ -33,9 +33,9 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
     def _read(self, ref: types_pb2.RowsRef) -> Held:
         rows = self._spool.get(ref.key)
         if rows is None:
-            return rows_pb2.RowsPart(missing=True), memoryview(b"")
+            return NOTHING
         part = rows_pb2.RowsPart(size_bytes=len(rows.data), first_position=rows.first_position)
-        return part, memoryview(rows.data)
+        return Held(part, memoryview(rows.data))
 
     async def ReleaseRows(
         self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext

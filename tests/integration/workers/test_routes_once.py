@@ -68,12 +68,14 @@ async def read(
     await server.start()
     client = RowsClient(lambda address: open_channel(address, Access()), 10.0)
     reader = PlanReader(client, torch_thread, SMALL_WINDOW_BYTES)
-    planned = [
-        batch_pb2.PlannedSequence(
-            token_count=len(ids), routes=routes, **tokens.refs(f"127.0.0.1:{port}", str(number), ids)
+    planned = []
+    for number, (ids, routes) in enumerate(rollouts):
+        refs = tokens.refs(f"127.0.0.1:{port}", str(number), ids)
+        planned.append(
+            batch_pb2.PlannedSequence(
+                token_count=len(ids), token_ids=refs["token_ids"], logprobs=refs["logprobs"], routes=routes
+            )
         )
-        for number, (ids, routes) in enumerate(rollouts)
-    ]
     plan = batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=[each]) for each in planned])
     before = moved_bytes_so_far()
     form = RouteForm.of(cluster.model(V1).routes)
@@ -119,7 +121,7 @@ async def test_siblings_share_the_rows_of_their_prompt(cluster):
     assert moved_bytes == row_bytes * (len(PROMPT) - 1 + sum(len(sample.token_ids) for sample in samples))
     for sequence in sequences:
         assert sequence.routes.unknown_ranges == ()
-        assert np.array_equal(np.sort(sequence.routes.rows, -1), oracle_rows(cluster, sequence.token_ids))
+        assert np.array_equal(np.sort(sequence.routes.rows, -1), oracle_rows(cluster, sequence.token_ids.tolist()))
 
 
 async def test_each_row_of_a_rollout_of_several_turns_moves_once(cluster):

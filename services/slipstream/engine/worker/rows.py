@@ -15,7 +15,7 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RoutesUnknown
-from slipstream.common.rows import Held, answer_rows
+from slipstream.common.rows import NOTHING, Held, answer_rows
 from slipstream.engine.base import Engine
 from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.identity import WorkerIdentity
@@ -49,24 +49,23 @@ class RowsHolder:
 
     def read(self, ref: types_pb2.RowsRef) -> Held:
         """The rows a reference names, as far as they are held; not copied."""
-        nothing = rows_pb2.RowsPart(missing=True), memoryview(b"")
         if ref.holder_epoch not in ("", self._identity.epoch) or not ref.key.startswith(self._prefix):
-            return nothing
+            return NOTHING
         try:
             routes = self._engine.routes(ref.key.removeprefix(self._prefix))
         except RoutesUnknown:
-            return nothing
+            return NOTHING
         if ref.ranges:
             routes = routes.between(ref.ranges[0].start, ref.ranges[-1].end)
         if not len(routes.rows):
-            return nothing
+            return NOTHING
         part = rows_pb2.RowsPart(
             size_bytes=routes.rows.nbytes,
             first_position=routes.first_position,
             unknown_ranges=[types_pb2.RowRange(start=start, end=end) for start, end in routes.unknown_ranges],
             recomputed_from=routes.recomputed_from,
         )
-        return part, routes.rows.data.cast("B")
+        return Held(part, routes.rows.data.cast("B"), routes.crc32)
 
     def release(self, keys: Sequence[str]) -> int:
         """Drop rows; returns how many keys were held."""
@@ -87,9 +86,9 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
 
         def read(ref: types_pb2.RowsRef) -> Held:
             nonlocal size_bytes
-            part, data = self._routes.read(ref)
-            size_bytes += data.nbytes
-            return part, data
+            held = self._routes.read(ref)
+            size_bytes += held.data.nbytes
+            return held
 
         async with aclosing(answer_rows(request, read)) as messages:
             async for message in messages:
