@@ -78,6 +78,7 @@ class Turns:
         assignment = runner_pb2.GroupAssignment(
             group_id=group_id,
             attempt=1,
+            purpose=runner_pb2.GROUP_PURPOSE_TRAINING,
             sample_count=samples,
             sampling=types_pb2.Sampling(**{"max_new_tokens": 8, **sampling}),
             dispatch_version=version.to_proto(),
