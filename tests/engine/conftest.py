@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from slipstream.models.checkpoint import save_model
+from tests.engine import oracle
 from tests.engine.bench import Bench, Factory
-from tests.engine.engines import ENGINES, EngineUnderTest, Limits
+from tests.engine.engines import ENGINES, EngineUnderTest, Limits, Vllm
 from tests.engine.oracle import weights
 
 _figures: dict[tuple[str, str], float] = {}
@@ -34,7 +36,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
+    if isinstance(request.param, Vllm):
+        return Vllm(request.config.option.device, request.config.option.dtype)
     return request.param
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    oracle.kept_dtype = getattr(torch, config.option.dtype)
 
 
 @pytest.fixture(scope="session")

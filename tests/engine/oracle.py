@@ -19,11 +19,16 @@ SIZES = MoeConfig(
 )
 
 
+kept_dtype = torch.float32
+"""Weights are rounded to what the engine under test can hold."""
+
+
 @cache
 def weights(seed: int) -> MoeModel:
     """The trainer's flavour of the model, the same for the same seed."""
     model = build_model(SIZES)
     init_weights(model, seed)
+    model.to(kept_dtype).to(torch.float32)
     return model.eval().requires_grad_(False)
 
 

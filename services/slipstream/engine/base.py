@@ -181,6 +181,12 @@ class UpdateReport:
     in_flight_samples: int
     """Samples that crossed the update."""
 
+    transfer_s: float = 0.0
+    """Before the pause: bringing weights to where the engine copies them from."""
+
+    size_bytes: int = 0
+    """What was copied in the pause, where that is known."""
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -324,8 +330,11 @@ class EngineLoad:
 class PausedEngine(Protocol):
     """What `verify` sees of an engine between two steps, the new weights in place."""
 
-    def parameters(self) -> dict[str, np.ndarray]:
-        """The live parameters by Hugging Face name, as the engine will use them. Valid during the call only."""
+    def parameters(self) -> Mapping[str, np.ndarray]:
+        """The live parameters by Hugging Face name, as the engine will use them. Valid during the call only.
+
+        Reading one may mean to fetch it; the names are known at once.
+        """
         ...
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:

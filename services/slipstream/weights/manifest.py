@@ -209,8 +209,10 @@ def assemble(manifest: Manifest, data: bytearray) -> dict[str, np.ndarray]:
     return tensors
 
 
-def verify_tensors(manifest: Manifest, live: Mapping[str, Any], *, partly: bool = False) -> int:
-    """Compare the checksum of every slice with an engine's live parameters; return how many were compared.
+def verify_tensors(
+    manifest: Manifest, live: Mapping[str, Any], slices: Sequence[WeightSlice] | None = None, *, partly: bool = False
+) -> int:
+    """Compare the checksum of slices, all by default, with an engine's live parameters; return how many.
 
     Raises `WeightsCorrupt` at the first that differs. The names on both sides must be the same, but for those that
     a rank of several leaves to the others: `partly`.
@@ -218,7 +220,7 @@ def verify_tensors(manifest: Manifest, live: Mapping[str, Any], *, partly: bool 
     names = {part.name for part in manifest.slices}
     if names != live.keys() and not (partly and names > live.keys()):
         raise WeightsCorrupt("parameters and manifest differ in names", slice=min(names ^ live.keys()))
-    held = [part for part in manifest.slices if part.name in live]
+    held = [part for part in (manifest.slices if slices is None else slices) if part.name in live]
     for part in held:
         values = np.asarray(live[part.name])
         if tuple(values.shape) != part.global_shape or part.dtype not in _DTYPES:

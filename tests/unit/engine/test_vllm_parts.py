@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -21,14 +22,15 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import DecodeRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.vllm import installed
+from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.draws import PositionGenerator, position_seed
 from slipstream.engine.vllm.installed import find_vllm
-from slipstream.engine.vllm.memory_files import MemoryFile, write_tensors
+from slipstream.engine.vllm.layout import Layout, group
 from slipstream.engine.vllm.process import SocketDirectory
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
-from slipstream.engine.vllm.updates import WeightFiles
+from slipstream.engine.vllm.updates import LiveParameters, WeightArenas
 from slipstream.engine.worker.config import EngineConfig
 from tests.unit.engine.helpers import SIZES, tensors, weights
 
@@ -45,7 +47,11 @@ def sampled(count: int) -> Sample:
 def test_a_table_without_a_type_is_the_embedded_engines():
     assert ENGINE.validate_python({"block_size_tokens": 8}) == EmbeddedConfig(block_size_tokens=8)
     assert ENGINE.validate_python({"type": "vllm", "block_count": 64}) == VllmConfig(block_count=64)
-    for wrong in ({"type": "other"}, {"type": "vllm", "block_size_tokens": 8}):
+    quantised = {"type": "vllm", "quantization": "fp8_per_tensor"}
+    fitting = ENGINE.validate_python({**quantised, "dtype": "bfloat16"})
+    assert isinstance(fitting, VllmConfig)
+    assert fitting.device == "auto"
+    for wrong in ({"type": "other"}, {"type": "vllm", "block_size_tokens": 8}, quantised):
         with pytest.raises(ValidationError):
             ENGINE.validate_python(wrong)
 
@@ -123,48 +129,68 @@ def test_a_salt_remembers_its_oldest_version():
 
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "integer", "not a number", "infinite"])
 def test_weights_that_are_not_the_models_are_refused_before_vllm_sees_them(fault):
-    files, wrong = WeightFiles(SIZES), tensors(weights(1))
-    try:
-        assert files.check(wrong).keys() == wrong.keys()
-        name = "model.layers.0.mlp.experts.1.down_proj.weight"
-        if fault == "missing":
-            del wrong[name]
-        elif fault == "extra":
-            wrong["model.layers.9.weight"] = wrong[name]
-        elif fault == "shape":
-            wrong[name] = wrong[name][:-1]
-        elif fault == "integer":
-            wrong[name] = wrong[name].to(torch.int32)
-        else:
-            wrong[name][1, 2] = torch.nan if fault == "not a number" else -torch.inf
-        with pytest.raises(WeightsCorrupt, match=name if fault not in ("missing", "extra") else "do not match"):
-            files.check(wrong)
-        large = tensors(weights(1))
-        large[name][:] = 3e38  # their sum is too large for a float, and they are not
-        assert files.check(large).keys() == large.keys()
-    finally:
-        files.close()
+    arenas, wrong = WeightArenas(SIZES, "float32"), tensors(weights(1))
+    assert arenas.check(wrong).keys() == wrong.keys()
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    if fault == "missing":
+        del wrong[name]
+    elif fault == "extra":
+        wrong["model.layers.9.weight"] = wrong[name]
+    elif fault == "shape":
+        wrong[name] = wrong[name][:-1]
+    elif fault == "integer":
+        wrong[name] = wrong[name].to(torch.int32)
+    else:
+        wrong[name][1, 2] = torch.nan if fault == "not a number" else -torch.inf
+    with pytest.raises(WeightsCorrupt, match=name if fault not in ("missing", "extra") else "do not match"):
+        arenas.check(wrong)
+    large = tensors(weights(1))
+    large[name][:] = 3e38  # their sum is too large for a float, and they are not
+    assert arenas.check(large).keys() == large.keys()
 
 
-def test_tensors_in_memory_are_read_by_another_process_and_have_no_name():
-    written = {"a": torch.randn(3, 4), "b": torch.arange(6.0).to(torch.bfloat16).reshape(2, 3), "c": torch.zeros(0, 2)}
-    file = MemoryFile()
-    try:
-        write_tensors(file.path, {"old": torch.ones(1000)})
-        write_tensors(file.path, written)
-        code = (
-            "import sys; from safetensors.torch import load_file; t = load_file(sys.argv[1]);"
-            "print(sorted(t), t['a'].sum().item(), t['b'].tolist(), list(t['c'].shape))"
-        )
-        done = subprocess.run([sys.executable, "-c", code, file.path], capture_output=True, text=True, check=True)
-        assert done.stdout.split("] ", 1) == [
-            "['a', 'b', 'c'",
-            f"{written['a'].sum().item()} [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] [0, 2]\n",
-        ]
-        assert not os.path.exists(os.readlink(file.path))
-    finally:
-        file.close()
-    assert not os.path.exists(file.path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_process_reads_the_weights_where_they_were_written(dtype):
+    """And what becomes one parameter of vLLM lies together: experts in their order, however many digits they have."""
+    arenas, written = WeightArenas(SIZES, dtype), tensors(weights(1))
+    arena = arenas.fill(written)
+    other = Arena(Layout.of(arena.layout.shapes(), dtype), arena.path)
+    read = other.tensors()
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], tensor.to(getattr(torch, dtype))) for name, tensor in written.items())
+    experts = next(g for g in other.layout.groups if g.parameter == "w13_weight")
+    prefix = "model.layers.0.mlp.experts"
+    in_order = [written[f"{prefix}.{e}.{part}_proj.weight"] for e in range(SIZES.n_experts) for part in ("gate", "up")]
+    assert torch.equal(other.span(experts), torch.cat(in_order).flatten().to(getattr(torch, dtype)))
+    other.close()
+    arenas.keep(arena)
+    arenas.close()
+
+
+def test_groups_are_in_the_order_of_vllms_parameters():
+    shapes = {f"m.experts.{e}.{part}_proj.weight": (2, 3) for e in range(12) for part in ("up", "down", "gate")}
+    shapes |= {f"m.self_attn.{part}_proj.weight": (2, 3) for part in "vkq"} | {"m.norm.weight": (3,)}
+    groups = {(each.module, each.parameter): [name.split(".", 2)[2] for name in each.names] for each in group(shapes)}
+    gates = [f"{e}.{part}_proj.weight" for e in range(12) for part in ("gate", "up")]
+    assert groups[("m.experts", "w13_weight")] == gates
+    assert groups[("m.experts", "w2_weight")] == [f"{e}.down_proj.weight" for e in range(12)]
+    assert groups[("m.self_attn.qkv_proj", "weight")] == [f"{part}_proj.weight" for part in "qkv"]
+    assert groups[("m.norm", "weight")] == ["weight"]
+
+
+def test_large_models_are_read_back_as_they_are_asked_for():
+    asked: list[list[str]] = []
+
+    def read(names: list[str]) -> dict[str, np.ndarray]:
+        asked.append(names)
+        return {name: np.zeros(1) for name in names}
+
+    small, large = LiveParameters(["a", "b"], read, 10), LiveParameters(["a", "b"], read, 10**12)
+    assert list(large) == ["a", "b"]
+    assert (small["a"], small["b"], large["b"]) == (0, 0, 0)
+    assert asked == [["a", "b"], ["b"]]
+    with pytest.raises(KeyError):
+        large["c"]
 
 
 def test_sockets_of_a_killed_engine_are_removed_by_the_next_one(tmp_path, monkeypatch):

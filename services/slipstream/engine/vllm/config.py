@@ -7,10 +7,17 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
+from slipstream.engine.vllm.layout import ITEM_BYTES
 from slipstream.engine.vllm.offload.config import NativeOffloadConfig
+from slipstream.models.base import Sizes
 
 BLOCK_MULTIPLE = 32
 """vLLM's attention on the CPU takes no other block size."""
+
+
+def kv_bytes_per_token(sizes: Sizes, dtype: str) -> int:
+    """Keys and values of one token in all layers."""
+    return sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * ITEM_BYTES[dtype]
 
 
 class VllmConfig(BaseConfig):
@@ -18,6 +25,24 @@ class VllmConfig(BaseConfig):
 
     type: Literal["vllm"] = "vllm"
     """Which engine this is."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What vLLM is to run on: the build that is installed decides, and another than this one is refused."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights, activations and KV."""
+
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
+    """How linear layers and experts are quantised at each update, by vLLM's names; the routers never are. GPU only."""
+
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs; captured at the start."""
+
+    compiled: bool = True
+    """Compile the model with torch.compile; on a GPU only, where it takes a minute at the first start."""
+
+    gpu_memory_fraction: float = Field(default=0.9, gt=0, lt=1)
+    """Part of the GPU's memory that must be free at the start, and that this engine stays within."""
 
     block_size_tokens: int = Field(default=BLOCK_MULTIPLE, ge=BLOCK_MULTIPLE, multiple_of=BLOCK_MULTIPLE)
     """Tokens of one KV block. Only full blocks are shared and cached."""
@@ -68,4 +93,10 @@ class VllmConfig(BaseConfig):
                 f"offload and connector = {self.connector!r} exclude each other: vLLM's transfer knows no routes of "
                 "blocks that come out of another tier; offload in a pool that moves no KV"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check(self) -> VllmConfig:
+        if self.quantization != "none" and (self.device == "cpu" or self.dtype == "float32"):
+            raise ValueError("quantization: needs a GPU, and dtype bfloat16 or float16")
         return self

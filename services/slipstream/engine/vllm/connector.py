@@ -15,6 +15,8 @@ import socket
 import time
 from typing import Any
 
+import torch
+
 from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.common.errors import KvMismatch
 from slipstream.engine.base import KvReference
@@ -45,7 +47,7 @@ def transfer_config(config: VllmConfig) -> Any:
     return KVTransferConfig(
         kv_connector=CLASSES[config.connector],
         kv_role="kv_both",
-        kv_buffer_device="cpu",
+        kv_buffer_device="cpu" if torch.version.cuda is None else "cuda",
         kv_load_failure_policy="fail",  # the caller asks another worker; a long prompt computed here would hold up all
         kv_connector_extra_config={"kv_lease_duration": _BACKSTOP_S},
     )
@@ -55,7 +57,7 @@ def _set_environment(config: VllmConfig) -> None:
     """Read by the connector in vLLM's process, which inherits it."""
     host, port = config.side_channel_host, config.side_channel_port or _free_port(config.side_channel_host)
     ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_HOST"], ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_PORT"] = host, str(port)
-    ENVIRONMENT.setdefault("UCX_TLS", "tcp,self")
+    ENVIRONMENT.setdefault("UCX_TLS", "tcp,self" if torch.version.cuda is None else "cuda_ipc,cuda_copy,sm,tcp,self")
 
 
 def _free_port(host: str) -> int:

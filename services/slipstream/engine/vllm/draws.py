@@ -1,4 +1,4 @@
-"""Draws of a sample that depend on its seed and the position alone, in vLLM's sampler on the CPU.
+"""Draws of a sample that depend on its seed and the position alone, in vLLM's first model runner.
 
 vLLM gives each request a generator, which goes on from step to step; the draw of a chunk of a prompt but the last is
 taken back by an offset that generators on the CPU do not have, which ends vLLM's process. Seeded anew for each position
@@ -35,7 +35,7 @@ def seed_draws_by_position(runner: Any) -> None:
             state = runner.requests[batch.req_ids[row]]
             if not isinstance(generator, PositionGenerator):
                 base = generator.initial_seed()
-                generator = batch.generators[row] = state.generator = PositionGenerator()
+                generator = batch.generators[row] = state.generator = PositionGenerator(generator.device)
                 generator.base = base
             position = state.num_prompt_tokens + len(state.output_token_ids)  # the same when a sample is resumed
             generator.manual_seed(position_seed(generator.base, position))

@@ -50,7 +50,7 @@ from slipstream.engine.base import (
 )
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector, no_frames
 from slipstream.engine.routes import RouteRows, RouteStore
-from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import load_params
 from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
@@ -95,7 +95,7 @@ class VllmEngine:
             max_context_tokens=sizes.max_context_tokens,
             max_running_samples=config.max_running_samples,
             max_waiting_requests=config.max_waiting_requests,
-            kv_bytes_per_token=sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * 4,
+            kv_bytes_per_token=kv_bytes_per_token(sizes, config.dtype),
             moe_layers=sizes.moe_layers,
             top_k=sizes.top_k,
             expert_count=sizes.n_experts,
@@ -390,18 +390,27 @@ class VllmEngine:
         from slipstream.engine.vllm.updates import WeightsLost
 
         async with self._swapping:
-            path = await self._swapper.prepare(tensors)
+            began_s = time.monotonic()
+            arena = await self._swapper.prepare(tensors)
             previous, started_s = self._version, time.monotonic()
             async with self._paused():
                 try:
-                    counts, apply_s = await self._swapper.swap(path, verify)
+                    counts, apply_s = await self._swapper.swap(arena, tensors, verify)
                 except WeightsLost as error:
                     self._end(error)
                     raise
                 in_flight = self._mark_swap(counts, version)
                 self._prefills.swapped(counts, version)
                 self._version = version
-            return UpdateReport(version, previous, time.monotonic() - started_s, apply_s, in_flight)
+            return UpdateReport(
+                version,
+                previous,
+                time.monotonic() - started_s,
+                apply_s,
+                in_flight,
+                started_s - began_s,
+                self._swapper.size_bytes,
+            )
 
     def _mark_swap(self, counts: dict[str, int], version: PolicyVersion) -> int:
         """Note in every open sample where its new weights begin; returns how many have tokens or KV of old ones."""
@@ -409,6 +418,8 @@ class VllmEngine:
         for open_request in self._open.values():
             for sample in open_request.unfinished:
                 sampled_count = counts.get(sample.vllm_id)
+                if sampled_count is None and sample.token_ids:  # preempted: vLLM's worker has forgotten it
+                    sampled_count = len(sample.token_ids)
                 sample.swapped(sampled_count, version)
                 crossed += sampled_count is not None
             open_request.wake(flush=True)
@@ -433,6 +444,11 @@ class VllmEngine:
             async with self._paused():
                 live = await self._swapper.read_back()
         return await asyncio.to_thread(lambda: {name: reduce(name, array) for name, array in live.items()})
+
+    async def quantised(self) -> tuple[dict[str, str], dict[str, float]]:
+        """Layers that are quantised, by what; and how far each is from what was applied, as a part of that."""
+        async with self._swapping, self._paused():
+            return await self._swapper.quantised()
 
     async def probe(self, token_ids: Sequence[int], salt: str = "") -> list[float]:
         check_prompt(token_ids, 0, self._version, self.limits)

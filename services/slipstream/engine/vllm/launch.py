@@ -7,8 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slipstream.common.config import ENVIRONMENT
-from slipstream.engine.vllm.config import VllmConfig
+import torch
+
+from slipstream.common.config import ENVIRONMENT, ConfigError
+from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import check_connector, transfer_config
 from slipstream.engine.vllm.installed import find_vllm
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
@@ -16,17 +18,20 @@ from slipstream.engine.vllm.process import dying_with_us
 from slipstream.models.base import Sizes
 
 _ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles the ranking of log-probabilities, 20 s at the first probe
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine takes the same core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # whole ones, by which blocks can be found
 }
 """Read by vLLM when it is imported. What is set already stays."""
+_ENVIRONMENT_OF_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles the ranking of log-probabilities, 20 s at the first probe
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine takes the same core
+}
+_ENVIRONMENT_OF_GPU = {"TRITON_F32_DEFAULT": "ieee"}  # else float32 is multiplied with 10 bits of its mantissa
 
 
 def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, sockets: Path) -> Any:
@@ -35,10 +40,12 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
     It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
     """
     ENVIRONMENT["VLLM_RPC_BASE_PATH"] = str(sockets)
-    for name, value in {**_ENVIRONMENT, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
+    variables = _ENVIRONMENT | (_ENVIRONMENT_OF_CPU if torch.version.cuda is None else _ENVIRONMENT_OF_GPU)
+    for name, value in {**variables, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
     check_connector(config)
+    device = _find_device(config)
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -56,9 +63,8 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
         load_format="dummy",  # the first update brings the weights
-        dtype="float32",
+        dtype=config.dtype,
         skip_tokenizer_init=True,
-        enforce_eager=True,
         seed=0,
         max_model_len=sizes.max_context_tokens + 1,
         # vLLM samples one token after a prompt whose log-probabilities are asked for, so a probe of the whole context
@@ -76,9 +82,46 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
         enable_return_routed_experts=True,
         kv_transfer_config=transfer,
         worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
-        scheduler_cls="slipstream.engine.vllm.scheduler.ProbeScheduler",
+        **_options_of_device(device, sizes, config),
     ).create_engine_config()
-    # The platform has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
+    # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     with dying_with_us():
         return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
+
+
+def _find_device(config: VllmConfig) -> str:
+    """What vLLM's build runs on; refused if the configuration says another."""
+    from vllm.platforms import current_platform
+
+    device: str = current_platform.device_type
+    if config.device not in ("auto", device):
+        raise ConfigError(f"engine.device is {config.device!r}, and the vLLM that is installed runs on {device!r}")
+    if config.quantization != "none" and device != "cuda":
+        raise ConfigError(f"engine.quantization needs a GPU; vLLM runs on {device!r}")
+    return device
+
+
+def _options_of_device(device: str, sizes: Sizes, config: VllmConfig) -> dict[str, Any]:
+    """Arguments for vLLM that are not the same on all devices."""
+    if device == "cpu":
+        return {"enforce_eager": True, "scheduler_cls": "slipstream.engine.vllm.scheduler.ProbeScheduler"}
+    options: dict[str, Any] = {
+        "scheduler_cls": "slipstream.engine.vllm.scheduler.AsyncProbeScheduler",
+        "gpu_memory_utilization": config.gpu_memory_fraction,
+        "kv_cache_memory_bytes": config.block_count
+        * config.block_size_tokens
+        * kv_bytes_per_token(sizes, config.dtype),
+        # Its parameters lie as in a checkpoint, so that updates copy straight into them; the others reorder them.
+        "moe_backend": "triton",
+        "enable_flashinfer_autotune": False,  # minutes at the start, for kernels that are not used
+        "enforce_eager": not config.cuda_graphs and not config.compiled,
+    }
+    if not options["enforce_eager"] and not (config.cuda_graphs and config.compiled):
+        graphs = "FULL_DECODE_ONLY" if config.cuda_graphs else "NONE"
+        options["compilation_config"] = {"mode": 3 if config.compiled else 0, "cudagraph_mode": graphs}
+    if config.quantization != "none":
+        name = config.quantization
+        options["quantization"] = name
+        options["quantization_config"] = {"linear": name, "moe": name, "ignore": ["re:.*\\.mlp\\.gate$"]}
+    return options

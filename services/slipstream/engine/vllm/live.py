@@ -1,99 +1,142 @@
 """The weights a vLLM model computes with, by Hugging Face names.
 
-vLLM keeps them fused and, on the CPU, packed for its kernels. A linear layer is read through its own kernel, which
-gives the weights back exactly when it is fed the unit vectors. Packed experts are compared with what was applied,
-packed anew. What reads back equal to what was applied is given out as that, so that zeros keep their sign.
+vLLM keeps them fused, on the CPU packed for its kernels, and quantised where it is told to. Where its parameters are
+just those of the checkpoint beside each other they are read as they are. Else a linear layer is read through its own
+kernel, which gives the weights back exactly when it is fed the unit vectors; experts that are packed are compared with
+what was applied, packed anew; experts that are quantised are multiplied by their scales.
+
+What reads back equal to what was applied is given out as that, so that zeros keep their sign; so is what is quantised
+and no further from it than `QUANTIZATION_ERROR`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.engine.vllm.layout import Group
+
 _ROWS = 1024
 """Unit vectors fed at once."""
+QUANTIZATION_ERROR = 0.1
+"""Length of the difference to what was applied, by the length of that."""
 
 
 class LiveWeights:
     """Reads a Qwen3-MoE model of vLLM, of one rank."""
 
-    def __init__(self, model: nn.Module, applied: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, groups: tuple[Group, ...], applied: Mapping[str, Tensor]) -> None:
         self._modules = dict(model.named_modules())
+        self._groups = groups
         self._applied = applied
-        self._config: Any = model.config
+        self.errors: dict[str, float] = {}
+        """Of the quantised modules that were read."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every parameter that was applied, as it is in use."""
-        live = {
-            "model.embed_tokens.weight": self._module("model.embed_tokens").weight,
-            "model.norm.weight": self._module("model.norm").weight,
-            "lm_head.weight": self._linear("lm_head"),
-        }
-        for layer in range(self._config.num_hidden_layers):
-            live.update(self._layer(f"model.layers.{layer}"))
-        if live.keys() != self._applied.keys():
-            raise ValueError(f"the model has other weights: {sorted(live.keys() ^ self._applied.keys())[:3]}")
-        return {name: self._signed(name, tensor) for name, tensor in live.items()}
+    def tensors(self, names: Set[str]) -> dict[str, Tensor]:
+        """Some of the parameters that were applied, as they are in use, in host memory and the dtype applied."""
+        live: dict[str, Tensor] = {}
+        for group in self._groups:
+            if not names.isdisjoint(group.names):
+                live.update(self._read(group))
+        return {name: live[name] for name in names}
 
-    def _layer(self, prefix: str) -> dict[str, Tensor]:
-        attention = f"{prefix}.self_attn"
-        names = (f"{attention}.q_proj.weight", f"{attention}.k_proj.weight", f"{attention}.v_proj.weight")
-        rows = [self._applied[name].shape[0] for name in names]
-        live = dict(zip(names, self._linear(f"{attention}.qkv_proj").split(rows), strict=True))
-        live[f"{attention}.o_proj.weight"] = self._linear(f"{attention}.o_proj")
-        live[f"{prefix}.mlp.gate.weight"] = self._linear(f"{prefix}.mlp.gate")
-        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-            live[f"{prefix}.{name}.weight"] = self._module(f"{prefix}.{name}").weight
-        return live | self._experts(f"{prefix}.mlp.experts")
+    def parameter(self, group: Group) -> Tensor | None:
+        """The parameter of a group if it is the group's tensors beside each other, else None. May have more rows."""
+        module = self.module(group)
+        tensor = getattr(module, group.parameter)
+        first = self._applied[group.names[0]]
+        plain = tensor.is_contiguous() and tensor.dtype == first.dtype and not _quantised(module)
+        if tensor.device.type == "cpu":  # packed in place, by a kernel that tells nobody
+            plain = plain and (not hasattr(module, "quant_method") or group.module.endswith("embed_tokens"))
+        elif group.parameter != "weight":
+            plain = plain and module.quant_method.unquantized_backend.value in ("TRITON", "BATCHED_TRITON")
+        return tensor.data if plain and tensor.numel() >= self._size(group) else None
 
-    def _linear(self, name: str) -> Tensor:
+    def module(self, group: Group) -> Any:
+        if group.parameter == "weight":
+            return self._modules[group.module]
+        return next(m for key, m in self._modules.items() if key.startswith(group.module) and _is_experts(m))
+
+    def quantised(self) -> dict[str, str]:
+        """Modules that are quantised, by what."""
+        found = {each.module: self.module(each) for each in self._groups}
+        return {name: type(module.quant_method).__name__ for name, module in found.items() if _quantised(module)}
+
+    def _read(self, group: Group) -> dict[str, Tensor]:
+        applied = [self._applied[name] for name in group.names]
+        parameter, module = self.parameter(group), self.module(group)
+        if parameter is not None:
+            whole = parameter.flatten()[: self._size(group)].cpu()
+        elif group.parameter == "weight":
+            whole = self._linear(module, applied[0].shape[1]).flatten()[: self._size(group)].cpu()
+        elif _quantised(module):
+            whole = _dequantise(module, group.parameter).flatten().cpu()
+        else:
+            equal = self._packed_equal(group, module)
+            whole = torch.cat([t.flatten() if equal else torch.full_like(t, torch.nan).flatten() for t in applied])
+        before = torch.cat([tensor.flatten() for tensor in applied])
+        if _quantised(module):
+            error = float((whole.float() - before.float()).norm() / before.float().norm().clamp_min(1e-30))
+            self.errors[group.module] = max(error, self.errors.get(group.module, 0.0))
+            same = error <= QUANTIZATION_ERROR
+        else:
+            same = torch.equal(whole, before)
+        parts = (before if same else whole.to(before.dtype)).split([tensor.numel() for tensor in applied])
+        return {name: p.view(t.shape) for name, p, t in zip(group.names, parts, applied, strict=True)}
+
+    def _size(self, group: Group) -> int:
+        return sum(self._applied[name].numel() for name in group.names)
+
+    def _linear(self, module: Any, width: int) -> Tensor:
         """The matrix `[out, in]` of a linear layer, through its kernel."""
-        module: Any = self._module(name)
-        width = next(tensor.shape[1] for key, tensor in self._applied.items() if _belongs(key, name))
+        example = next(iter(self._applied.values()))
+        device = next(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         columns = []
         for start in range(0, width, _ROWS):
             count = min(_ROWS, width - start)
-            units = torch.zeros(count, width)
+            units = torch.zeros(count, width, dtype=example.dtype, device=device)
             units[torch.arange(count), start + torch.arange(count)] = 1
             columns.append(module.quant_method.apply(module, units))
         return torch.cat(columns).t().contiguous()
 
-    def _experts(self, name: str) -> dict[str, Tensor]:
-        """What was applied if the packed weights are just that, packed; else nothing that could be taken for it."""
-        count = self._config.num_experts
-        keys = [[f"{name}.{e}.{part}_proj.weight" for e in range(count)] for part in ("gate", "up", "down")]
-        gate, up, down = (torch.stack([self._applied[key] for key in part]) for part in keys)
-        layer: Any = next(
-            module for key, module in self._modules.items() if key.startswith(name) and _is_experts(module)
-        )
+    def _packed_equal(self, group: Group, module: Any) -> bool:
+        """Whether packed experts are what was applied, packed."""
+        prefix = f"{group.module}."
+        both = {g.parameter: g for g in self._groups if g.module == group.module and g.parameter != "weight"}
         packed: Any = nn.Module()
-        packed.register_parameter("w13_weight", nn.Parameter(torch.cat((gate, up), dim=1), requires_grad=False))
-        packed.register_parameter("w2_weight", nn.Parameter(down, requires_grad=False))
-        layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
-        good = [torch.equal(packed.w13_weight, layer.w13_weight)] * 2 + [torch.equal(packed.w2_weight, layer.w2_weight)]
-        live = {}
-        for equal, part in zip(good, keys, strict=True):
-            for key in part:
-                live[key] = self._applied[key] if equal else torch.full_like(self._applied[key], torch.nan)
-        return live
-
-    def _signed(self, name: str, live: Tensor) -> Tensor:
-        applied = self._applied[name]
-        live = live[: applied.shape[0]]  # vLLM pads the vocabulary
-        return (applied if torch.equal(live, applied) else live).clone().contiguous()
-
-    def _module(self, name: str) -> Any:
-        return self._modules[name]
+        for parameter, names in ((key, each.names) for key, each in both.items()):
+            tensors = [self._applied[name] for name in names]
+            count = len({name.removeprefix(prefix).partition(".")[0] for name in names})
+            whole = torch.cat([tensor.flatten() for tensor in tensors])
+            shape = (count, whole.numel() // count // tensors[0].shape[1], tensors[0].shape[1])
+            assert prod(shape) == whole.numel()
+            packed.register_parameter(parameter, nn.Parameter(whole.view(shape), requires_grad=False))
+        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
+        return torch.equal(getattr(packed, group.parameter), getattr(module, group.parameter))
 
 
-def _belongs(key: str, module: str) -> bool:
-    """Whether a checkpoint's name is of a linear layer, fused or not."""
-    prefix, _, last = module.rpartition(".")
-    parts = ("q_proj", "k_proj", "v_proj") if last == "qkv_proj" else (last,)
-    return any(key == (f"{prefix}.{part}.weight" if prefix else f"{part}.weight") for part in parts)
+def _quantised(module: Any) -> bool:
+    """Whether a module's weights are kept with fewer bits than it was given."""
+    parameters = [getattr(module, name, None) for name in ("weight", "w13_weight")]
+    return any(tensor is not None and tensor.element_size() == 1 for tensor in parameters)
+
+
+def _dequantise(module: Any, parameter: str) -> Tensor:
+    """Experts `[experts, out, in]`, times a scale for each expert, row or block of 128 by 128."""
+    weight = getattr(module, parameter).float()
+    name = parameter.removesuffix("_weight")
+    scale = getattr(module, f"{name}_weight_scale_inv", None)
+    if scale is None:
+        scale = getattr(module, f"{name}_weight_scale")
+    scale = scale.float()
+    if scale.ndim == 3 and scale.shape[2] > 1:
+        scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return weight * scale[:, : weight.shape[1], : weight.shape[2]]
+    return weight * scale.reshape(weight.shape[0], -1, 1)
 
 
 def _is_experts(module: nn.Module) -> bool:

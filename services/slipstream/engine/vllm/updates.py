@@ -1,25 +1,29 @@
 """Weight updates of a vLLM engine: pause, swap, read back, verify with a probe, resume; or all the way back.
 
-Tensors travel by files in memory; the file of the version in use is kept to go back to.
+Tensors travel in memory that the worker reads too (`arena.py`); the version in use is kept there to go back to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
 
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.engine.base import PausedEngine
 from slipstream.engine.tensors import check_tensors, expected_shapes
+from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.config import VllmConfig
-from slipstream.engine.vllm.memory_files import MemoryFile, write_tensors
+from slipstream.engine.vllm.layout import Layout
 from slipstream.models.base import Sizes
+
+ATTACH_POLL_S = 0.02
+READ_AT_ONCE_BYTES = 64 << 20
 
 Rpc = Callable[..., Awaitable[Any]]
 Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
@@ -29,52 +33,91 @@ class WeightsLost(Exception):
     """Nobody knows which weights the engine holds: it must not go on."""
 
 
-class WeightFiles:
-    """Versions as files: the one in use, and the one that is tried."""
+class WeightArenas:
+    """Versions in memory that vLLM's worker reads: the one in use, and the one that is tried."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, dtype: str) -> None:
         self.shapes = expected_shapes(sizes)
-        self.current: MemoryFile | None = None
+        self.layout = Layout.of(self.shapes, dtype)
+        self._spare: list[Arena] = []
+        self.current: Arena | None = None
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors as vLLM takes them. vLLM itself takes a checkpoint that lacks a layer without a word."""
-        checked = check_tensors(tensors, self.shapes)
-        return {name: tensor.to(torch.float32).contiguous() for name, tensor in checked.items()}
+        return check_tensors(tensors, self.shapes)
 
-    def write(self, tensors: dict[str, torch.Tensor]) -> MemoryFile:
-        file = MemoryFile()
-        write_tensors(file.path, tensors)
-        return file
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> Arena:
+        """Tensors in an arena that is not in use; its memory is used again by the version after the next."""
+        arena = self._spare.pop() if self._spare else Arena(self.layout)
+        arena.fill(tensors)
+        return arena
 
-    def keep(self, file: MemoryFile) -> None:
-        """`file` holds the version in use from now on."""
-        previous, self.current = self.current, file
-        if previous is not None:
-            previous.close()
+    def keep(self, arena: Arena) -> None:
+        """`arena` holds the version in use from now on."""
+        if self.current is not None:
+            self._spare.append(self.current)
+        self.current = arena
+
+    def drop(self, arena: Arena) -> None:
+        """`arena` is not in use."""
+        self._spare.append(arena)
 
     def close(self) -> None:
-        if self.current is not None:
-            self.current.close()
+        for arena in (*self._spare, *([self.current] if self.current else [])):
+            arena.close()
+        self._spare, self.current = [], None
+
+
+class LiveParameters(Mapping[str, np.ndarray]):
+    """The parameters in use by name, read from the worker: all at once if they are few, else each when asked for."""
+
+    def __init__(self, names: Collection[str], read: Callable[[list[str]], dict[str, np.ndarray]], size: int) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+        self._at_once = size <= READ_AT_ONCE_BYTES
+        self._known: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._known:
+            self._known = self._read(list(self._names) if self._at_once else [name])
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Paused(PausedEngine):
     """The engine in the pause, as `verify` sees it; used on a thread of its own, while the loop goes on."""
 
     def __init__(
-        self, live: dict[str, np.ndarray], probe: Probe, loop: asyncio.AbstractEventLoop, timeout_s: float
+        self,
+        live: Callable[[Callable[[Awaitable[Any]], Any]], LiveParameters],
+        probe: Probe,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
     ) -> None:
         self._live = live
         self._probe = probe
         self._loop = loop
         self._timeout_s = timeout_s
 
-    def parameters(self) -> dict[str, np.ndarray]:
-        return self._live
+    def parameters(self) -> LiveParameters:
+        return self._live(self._call)
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        async def bounded() -> list[float]:
+        return self._call(self._probe(token_ids))
+
+    def _call(self, work: Awaitable[Any]) -> Any:
+        """Let the loop do something, and wait for it here."""
+
+        async def bounded() -> Any:
             async with asyncio.timeout(self._timeout_s):
-                return await self._probe(token_ids)
+                return await work
 
         return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result(self._timeout_s + 1)
 
@@ -83,7 +126,7 @@ class Swapper:
     """Does the swaps of one engine, inside a pause that its caller makes."""
 
     def __init__(self, sizes: Sizes, config: VllmConfig, rpc: Rpc, probe: Probe) -> None:
-        self._files = WeightFiles(sizes)
+        self._arenas = WeightArenas(sizes, config.dtype)
         self._config = config
         self._rpc = rpc
         self._probe = probe
@@ -91,60 +134,111 @@ class Swapper:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of the tensors of a version, by name."""
-        return self._files.shapes
+        return self._arenas.shapes
 
-    async def prepare(self, tensors: Mapping[str, Any]) -> MemoryFile:
+    @property
+    def size_bytes(self) -> int:
+        """Of one version, as the engine takes it."""
+        return self._arenas.layout.size_bytes
+
+    async def prepare(self, tensors: Mapping[str, Any]) -> Arena:
         """Check a version and write it where the worker reads it: before the pause."""
-        return await asyncio.to_thread(lambda: self._files.write(self._files.check(tensors)))
+        arena = await asyncio.to_thread(lambda: self._arenas.fill(self._arenas.check(tensors)))
+        shapes = {name: list(shape) for name, shape in arena.layout.shapes().items()}
+        await self._call("slipstream_attach", arena.path, shapes, arena.layout.dtype)
+        async with asyncio.timeout(self._config.update_timeout_s):
+            while not await self._call("slipstream_attached", arena.path):  # noqa: ASYNC110 a thread of the worker
+                await asyncio.sleep(ATTACH_POLL_S)
+        return arena
 
-    async def swap(self, file: MemoryFile, verify: Callable[[PausedEngine], None]) -> tuple[dict[str, int], float]:
+    async def swap(
+        self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+    ) -> tuple[dict[str, int], float]:
         """Put a prepared version in. Returns tokens sampled so far by vLLM's ids, and the seconds of the swap.
 
         Raises `WeightsLost` if it is unknown which weights are in now; after any other error it is the old ones.
         """
         started_s = time.monotonic()
-        previous = self._files.current
+        previous = self._arenas.current
         try:
-            counts = await self._replace(file, previous)
+            counts = await self._replace(arena, previous)
             apply_s = time.monotonic() - started_s
             try:
-                live = await self.read_back(file)
-                paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
-                await asyncio.to_thread(verify, paused)
+                await self._verify(arena, tensors, verify)
             except Exception:
                 if previous is not None:
                     await self._replace(previous, None)
                 raise
         except BaseException:
-            file.close()
+            self._arenas.drop(arena)
             raise
-        self._files.keep(file)
+        self._arenas.keep(arena)
         return counts, apply_s
 
-    async def _replace(self, file: MemoryFile, previous: MemoryFile | None) -> dict[str, int]:
+    async def _verify(self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]) -> None:
+        def live(call: Callable[[Awaitable[Any]], Any]) -> LiveParameters:
+            def read(names: list[str]) -> dict[str, np.ndarray]:
+                return call(self._read(arena, names, tensors))
+
+            return LiveParameters(tensors.keys(), read, self.size_bytes)
+
+        paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
+        await asyncio.to_thread(verify, paused)
+
+    async def _replace(self, arena: Arena, previous: Arena | None) -> dict[str, int]:
         try:
-            error, counts = await self._call("slipstream_swap", file.path, previous.path if previous else None)
+            error, counts = await self._call("slipstream_swap", arena.path, previous.path if previous else None)
         except Exception as failure:  # vLLM's, or a timeout: the swap may still be going on
             raise WeightsLost(f"a weight update did not come back: {type(failure).__name__}: {failure}") from failure
         if error:
             raise WeightsCorrupt(f"vLLM could not load the weights: {error}")
         return counts
 
-    async def read_back(self, applied: MemoryFile | None = None) -> dict[str, np.ndarray]:
-        """The live parameters, read from the worker."""
-        applied = applied or self._files.current
-        assert applied is not None
-        target = MemoryFile()
-        try:
-            await self._call("slipstream_read_back", applied.path, target.path)
-            return await asyncio.to_thread(load_file, target.path)
-        finally:
-            target.close()
+    async def read_back(self) -> dict[str, np.ndarray]:
+        """All parameters in use, read from the worker."""
+        assert self._arenas.current is not None
+        return await self._read(self._arenas.current, list(self._arenas.layout.places), {})
+
+    async def quantised(self) -> tuple[dict[str, str], dict[str, float]]:
+        """Modules that are quantised, by what; and how far each is from what was applied."""
+        current = self._arenas.current
+        assert current is not None
+        with _scratch(current.layout, list(current.layout.places)) as target:
+            errors = await self._call("slipstream_read_back", current.path, list(current.layout.places), target.path)
+        return await self._call("slipstream_quantised", current.path), errors
+
+    async def _read(self, arena: Arena, names: list[str], given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Parameters in use. What is equal to what was applied comes as it was given, of whatever dtype."""
+        with _scratch(arena.layout, names) as target:
+            await self._call("slipstream_read_back", arena.path, names, target.path)
+            return await asyncio.to_thread(_compare, target.tensors(), arena.tensors(), given)
 
     def close(self) -> None:
-        self._files.close()
+        self._arenas.close()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         async with asyncio.timeout(self._config.update_timeout_s):
             (answer,) = await self._rpc(method, args=arguments)
             return answer
+
+
+@contextmanager
+def _scratch(layout: Layout, names: list[str]) -> Generator[Arena, None, None]:
+    arena = Arena(Layout.of({name: layout.places[name].shape for name in names}, layout.dtype))
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+def _compare(
+    live: dict[str, torch.Tensor], applied: dict[str, torch.Tensor], given: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in live.items():
+        if name in given and torch.equal(tensor.view(torch.uint8), applied[name].view(torch.uint8)):
+            value = given[name]
+            found[name] = value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        else:
+            found[name] = tensor.to(torch.float32, copy=True).numpy()
+    return found

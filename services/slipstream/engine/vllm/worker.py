@@ -8,17 +8,16 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
+from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.draws import seed_draws_by_position
 from slipstream.engine.vllm.held import release_held
+from slipstream.engine.vllm.layout import Layout
 from slipstream.engine.vllm.live import LiveWeights
-from slipstream.engine.vllm.memory_files import write_tensors
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload
 
 _PR_SET_PDEATHSIG = 1
@@ -30,42 +29,97 @@ class WorkerExtension:
     """Methods of the worker that our engine calls."""
 
     model_runner: Any
+    device: torch.device
     reload_weights: Any
+    _arenas: dict[str, Arena]
+    _pinning: dict[str, threading.Thread]
 
     def slipstream_start(self, parent_pid: int) -> None:
         """Get ready; and end with the process that owns the engine, even if it is killed."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
             os._exit(1)
-        seed_draws_by_position(self.model_runner)
+        self._arenas, self._pinning = {}, {}
+        if hasattr(self.model_runner, "input_batch"):
+            seed_draws_by_position(self.model_runner)  # the newer runner draws so by itself
 
     def slipstream_release_kv(self, request_ids: list[str]) -> None:
         """Nobody will read what is held of these prefills. Those that were read are free already, and skipped."""
         release_held(request_ids)
 
+    def slipstream_attach(self, path: str, shapes: dict[str, list[int]], dtype: str) -> None:
+        """Open memory that weights will be read from. On a GPU it is prepared for that meanwhile, while steps go on."""
+        if path in self._arenas:
+            return
+        layout = Layout.of({name: tuple(shape) for name, shape in shapes.items()}, dtype)
+        arena = self._arenas[path] = Arena(layout, path)
+        if self.device.type == "cuda":
+            thread = self._pinning[path] = threading.Thread(target=_pin, args=(arena, self.device), daemon=True)
+            thread.start()
+
+    def slipstream_attached(self, path: str) -> bool:
+        """Whether what `slipstream_attach` began is done."""
+        thread = self._pinning.get(path)
+        return thread is None or not thread.is_alive()
+
     def slipstream_swap(self, path: str, previous: str | None) -> tuple[str, dict[str, int]]:
-        """Replace all weights by those in a file. If that fails go back to the previous file, and say why it failed.
+        """Replace all weights by those in an arena. If that fails go back to the previous one, and say why it failed.
 
         Returns that reason, or else the tokens that each request here has sampled so far, by vLLM's own ids. Raises if
         there is no way back.
         """
         try:
-            self.reload_weights(weights_iterator=_tensors(path))
+            self._load(self._arenas[path])
         except Exception as error:
             abandon_reload(self.model_runner.get_model())
             if previous is not None:
-                self.reload_weights(weights_iterator=_tensors(previous))
+                self._load(self._arenas[previous])
             return f"{type(error).__name__}: {error}", {}
-        return "", {key: len(state.output_token_ids) for key, state in self.model_runner.requests.items()}
+        return "", sampled_counts(self.model_runner)
 
-    def slipstream_read_back(self, applied: str, target: str) -> None:
-        """Write the weights in use to `target`, by the names in the file that was applied."""
+    def slipstream_read_back(self, applied: str, names: list[str], target: str) -> dict[str, float]:
+        """Write the weights in use to another arena. Returns the quantised modules among them and their errors."""
+        tensors = self._arenas[applied].tensors()
+        live = self._live(self._arenas[applied])
         with torch.inference_mode():
-            live = LiveWeights(self.model_runner.get_model(), dict(_tensors(applied)))
-            write_tensors(target, live.tensors())
+            found = live.tensors(set(names))
+        layout = Layout.of({name: tuple(tensors[name].shape) for name in names}, self._arenas[applied].layout.dtype)
+        arena = Arena(layout, target)
+        arena.fill(found)
+        arena.close()
+        return live.errors
+
+    def slipstream_quantised(self, applied: str) -> dict[str, str]:
+        """Modules that are quantised, and how."""
+        return self._live(self._arenas[applied]).quantised()
+
+    def _live(self, arena: Arena) -> LiveWeights:
+        return LiveWeights(self.model_runner.get_model(), arena.layout.groups, arena.tensors())
+
+    @torch.no_grad()
+    def _load(self, arena: Arena) -> None:
+        """Fill the parameters in place if they are as the checkpoint's; vLLM's own loader takes a Python call each."""
+        live = self._live(arena)
+        targets = [(live.parameter(group), group) for group in arena.layout.groups]
+        if self.device.type == "cpu" or any(parameter is None for parameter, _ in targets):
+            self.reload_weights(weights_iterator=arena.tensors().items())
+            return
+        for parameter, group in targets:
+            assert parameter is not None
+            span = arena.span(group)
+            parameter.flatten()[: span.numel()].copy_(span, non_blocking=True)
+        torch.cuda.synchronize(self.device)
 
 
-def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (it is no mapping)
-            yield name, file.get_tensor(name)
+def sampled_counts(runner: Any) -> dict[str, int]:
+    """Tokens sampled by each request that a model runner of vLLM holds; between two steps."""
+    if hasattr(runner, "requests"):
+        return {key: len(state.output_token_ids) for key, state in runner.requests.items()}
+    states = runner.req_states
+    totals = states.total_len.gpu.tolist()
+    return {key: totals[row] - int(states.prompt_len.np[row]) for key, row in states.req_id_to_index.items()}
+
+
+def _pin(arena: Arena, device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    arena.pin()

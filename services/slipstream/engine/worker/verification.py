@@ -1,4 +1,6 @@
-"""What new weights must pass before the engine goes on: checksums of all slices, then the trainer's probe.
+"""What new weights must pass before the engine goes on: checksums of slices, then the trainer's probe.
+
+All slices of a model up to `CHECKSUM_BYTES`; of a larger one another sample at each version, as requests wait.
 
 Runs on the engine's thread inside the pause; in a group, each part ends when all ranks have passed it. The probe is
 there too, not after the resume: no token is sampled on weights without a verdict, so none has to be held or dropped.
@@ -12,7 +14,10 @@ import time
 from slipstream.common.errors import ProbeFailed
 from slipstream.engine.base import PausedEngine
 from slipstream.engine.worker.ballot import CHECKSUM, PREPARED, PROBE, Voice
-from slipstream.weights.manifest import Manifest, verify_tensors
+from slipstream.weights.manifest import Manifest, WeightSlice, verify_tensors
+
+CHECKSUM_BYTES = 64 << 20
+"""Compared in the pause of one update: a tenth of a second."""
 
 
 class Verification:
@@ -31,7 +36,7 @@ class Verification:
     def __call__(self, engine: PausedEngine) -> None:
         started_s = time.perf_counter()
         live = engine.parameters()
-        self.slice_count = verify_tensors(self._manifest, live, partly=self._voice is not None)
+        self.slice_count = verify_tensors(self._manifest, live, self._sample(), partly=self._voice is not None)
         if self._voice is not None:
             self._voice.good(CHECKSUM, bytes(part.name in live for part in self._manifest.slices))
         self._probe(engine)
@@ -48,6 +53,16 @@ class Verification:
         """Tell the group that this rank does not go on; called while it is still paused, where the engine can."""
         if self._voice is not None:
             self._voice.failed(f"{type(error).__name__}: {error}")
+
+    def _sample(self) -> list[WeightSlice]:
+        """Slices to compare: where one version ends, the next goes on."""
+        slices = self._manifest.slices
+        if self._manifest.size_bytes <= CHECKSUM_BYTES:
+            return list(slices)
+        mean_bytes = self._manifest.size_bytes // len(slices)
+        count = min(max(CHECKSUM_BYTES // max(mean_bytes, 1), 1), len(slices))
+        first = self._manifest.version.step * count
+        return [slices[(first + index) % len(slices)] for index in range(count)]
 
     def _probe(self, engine: PausedEngine) -> None:
         probe = self._manifest.probe

@@ -1,0 +1,63 @@
+"""What is compared in the pause of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from slipstream.common.errors import WeightsCorrupt
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import PausedEngine
+from slipstream.engine.worker import verification
+from slipstream.engine.worker.verification import Verification
+from slipstream.weights.manifest import Manifest, describe_tensors
+
+TENSORS = {f"layer.{index}.weight": np.full((16, 4), index, np.float32) for index in range(10)}
+
+
+class Reading(PausedEngine):
+    """Remembers what was read."""
+
+    def __init__(self, live: dict[str, np.ndarray]) -> None:
+        self.read: set[str] = set()
+
+        class Live(dict[str, np.ndarray]):
+            def __getitem__(live, name: str) -> np.ndarray:
+                self.read.add(name)
+                return super().__getitem__(name)
+
+        self._live = Live(live)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return self._live
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        raise AssertionError("there is no probe")
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(PolicyVersion(1, step), describe_tensors(TENSORS)[0])
+
+
+def test_a_small_model_is_compared_whole():
+    engine, check = Reading(TENSORS), Verification(manifest(0))
+    check(engine)
+    assert (check.slice_count, engine.read) == (10, set(TENSORS))
+
+
+def test_of_a_large_model_each_version_compares_other_slices_until_all_were(monkeypatch):
+    monkeypatch.setattr(verification, "CHECKSUM_BYTES", 3 * 16 * 4 * 4)
+    seen: list[set[str]] = []
+    for step in range(4):
+        engine, check = Reading(TENSORS), Verification(manifest(step))
+        check(engine)
+        assert check.slice_count == len(engine.read) == 3
+        seen.append(engine.read)
+    assert set.union(*seen) == set(TENSORS)
+    assert not seen[0] & seen[1]
+    broken = {name: values + (name in seen[1]) for name, values in TENSORS.items()}
+    Verification(manifest(0))(Reading(broken))
+    with pytest.raises(WeightsCorrupt, match="checksum"):
+        Verification(manifest(1))(Reading(broken))
