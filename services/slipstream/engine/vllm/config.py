@@ -41,6 +41,9 @@ class VllmConfig(BaseConfig):
     compiled: bool = True
     """Compile the model with torch.compile; on a GPU only, where it takes a minute at the first start."""
 
+    capture_routes: bool = True
+    """Record which experts each token took. Off only where nothing is trained on the answers."""
+
     gpu_memory_fraction: float = Field(default=0.9, gt=0, lt=1)
     """Part of the GPU's memory that must be free at the start, and that this engine stays within."""
 

@@ -102,6 +102,7 @@ class VllmEngine:
             vocab_size=sizes.vocab_size,
         )
         self.capabilities = EngineCapabilities(
+            captures_routes=config.capture_routes,
             prefills=config.connector != "none",
             kv_transports=() if config.connector == "none" else (config.connector,),
             truncates_sampling=False,

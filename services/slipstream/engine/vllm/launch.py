@@ -79,7 +79,7 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),  # our scheduler takes them
         prefix_caching_hash_algo=HASH_ALGORITHM,
         logprobs_mode="processed_logprobs",
-        enable_return_routed_experts=True,
+        enable_return_routed_experts=config.capture_routes,
         kv_transfer_config=transfer,
         worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
         **_options_of_device(device, sizes, config),

@@ -1,0 +1,446 @@
+"""What our service costs on top of vLLM, and what capture, updates and time cost our service.
+
+    python loadtests/engine_throughput.py
+    python loadtests/engine_throughput.py --device cuda --dtype bfloat16 --layers 16 --experts 128 --hidden 2048 ...
+
+One decode worker's process, with the gRPC servicers in front and a vLLM engine inside, serves a random model. The same
+engine is called in its own process, by vLLM's interface, and through the service, in turns. Ratios of output tokens a
+second at `--concurrent` samples: service / vLLM (0.97 on a GPU), capture of routes on / off (0.97 on a GPU), an update
+every 2 s / none (0.95 on a GPU). Then 2,000 requests, over which the worker's memory may rise by 0.1 MB per 100. On
+CPUs the ratios are only printed: worker, vLLM and caller share the cores. Writes JSON where `--json` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "services"))
+sys.path.insert(0, str(ROOT / "loadtests"))
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.engine.vllm.engine import VllmEngine
+
+REQUIRED = {"service": 0.97, "capture": 0.97, "updates": 0.95}
+ALLOWED_MB_PER_100 = 0.1
+START_TIMEOUT_S = 400.0
+ROUNDS = 3
+UPDATE_INTERVAL_S = 2.0
+MEMORY_SAMPLES = 20
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000, help="of the memory part")
+    parser.add_argument("--concurrent", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of one round of a ratio")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--expert-dim", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--parts", default="service,updates,memory,capture,large_update")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# --- The worker's process ----------------------------------------------------------------------------
+
+
+class Host:
+    """A decode worker, and the commands that its parent sends beside the calls of the service."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        from slipstream.engine.vllm.config import VllmConfig
+        from slipstream.engine.vllm.engine import VllmEngine
+        from slipstream.models.qwen3_moe.config import MoeConfig
+        from slipstream.models.registry import save_sizes
+
+        context = 2 * (options.prompt_tokens + options.output_tokens)
+        sizes = MoeConfig(
+            vocab_size=options.vocab,
+            dim=options.hidden,
+            n_layers=options.layers,
+            n_heads=options.heads,
+            n_kv_heads=max(options.heads // 8, 2),
+            head_dim=max(options.hidden // options.heads, 32),
+            n_experts=options.experts,
+            top_k=options.top_k,
+            expert_dim=options.expert_dim,
+            max_context_tokens=context,
+        )
+        save_sizes(sizes, directory / "model")
+        self.config = VllmConfig(
+            device=options.device,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            capture_routes=options.serve["capture_routes"],
+            block_count=(options.concurrent + 4) * (context // 32 + 2),
+            max_running_samples=options.concurrent,
+            max_prefill_tokens=2048 if options.device == "cpu" else 8192,
+        )
+        self.options = options
+        self.sizes = sizes
+        self.engine: VllmEngine = VllmEngine(directory / "model", sizes, self.config)
+        self.step = 0
+
+    async def update(self, count: int = 1) -> dict[str, float]:
+        """The next version, of other random weights; returns what the last one cost."""
+        from slipstream.common.version import PolicyVersion
+
+        for _ in range(count):
+            tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
+            started_s = time.monotonic()
+            report = await self.engine.update(PolicyVersion(1, self.step), tensors, self._verify)
+            self.step += 1
+        return {
+            "bytes": report.size_bytes,
+            "transfer_s": report.transfer_s,
+            "pause_s": report.pause_s,
+            "apply_s": report.apply_s,
+            "end_to_end_s": time.monotonic() - started_s,
+            "in_flight": report.in_flight_samples,
+        }
+
+    def _verify(self, paused: Any) -> None:
+        """As a worker does: a sample of the parameters, and a probe."""
+        import numpy as np
+
+        live = paused.parameters()
+        tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
+        for name in list(tensors)[:: max(len(tensors) // 8, 1)]:
+            assert np.array_equal(np.asarray(live[name], np.float32), tensors[name].float().numpy()), name
+        assert all(value <= 0 for value in paused.probe(list(range(16))))
+
+    async def update_for_ever(self) -> None:
+        while True:
+            started_s = time.monotonic()
+            await self.update()
+            await asyncio.sleep(max(UPDATE_INTERVAL_S - (time.monotonic() - started_s), 0))
+
+    async def direct(self, seconds: float) -> float:
+        """Output tokens a second of vLLM itself, called here."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        async def one(number: int, prompt: list[int]) -> int:
+            parameters = SamplingParams(
+                max_tokens=self.options.output_tokens,
+                seed=number,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            count = 0
+            request = {"prompt_token_ids": prompt, "cache_salt": f"direct-{number}"}
+            async for output in self.engine._llm.generate(request, parameters, f"direct-{number}-{time.monotonic()}"):
+                count += len(output.outputs[0].token_ids)
+            return count
+
+        return await throughput(one, self.options, seconds)
+
+    def memory_mb(self) -> float:
+        """Anonymous memory of this process and vLLM's."""
+        from soak import children, memory_mb
+
+        own = os.getpid()
+        return sum(memory_mb(pid) or 0.0 for pid in (own, *children(own)))
+
+
+def random_weights(shapes: Any, dtype: str, seed: int) -> dict[str, torch.Tensor]:
+    """Weights of any model, cut out of one stretch of random numbers: no memory to speak of, made in no time."""
+    import torch
+
+    largest = max(prod(shape) for shape in shapes.values())
+    pool = torch.empty(largest + 4096).normal_(0, 0.02, generator=torch.Generator().manual_seed(seed % 2))
+    pool = pool.to(getattr(torch, dtype))
+    ones = torch.ones(largest if largest < 1 << 20 else 1 << 20, dtype=pool.dtype)
+    tensors = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        count, start = prod(shape), index % 4096
+        tensors[name] = ones[:count].view(shape) if len(shape) == 1 else pool[start : start + count].view(shape)
+    return tensors
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """The worker: its servicers on a port, its commands on the standard input, its answers on a descriptor."""
+    from slipstream.api.inference.v1 import worker_pb2
+    from slipstream.common.auth import Access
+    from slipstream.common.runtime import build_server
+    from slipstream.common.version import UNSET, PolicyVersion
+    from slipstream.decode.config import DecodeConfig
+    from slipstream.decode.kv_client import KvClient
+    from slipstream.decode.servicer import decode_servicers
+    from slipstream.engine.worker.updates import WorkerState
+    from slipstream.engine.worker.worker import Worker
+
+    class Nothing:
+        async def version(self, key: str) -> PolicyVersion:
+            return UNSET
+
+    directory = Path(options.serve["directory"])
+    host = Host(options, directory)
+    await host.engine.start()
+    await host.update()
+    config = DecodeConfig(run_dir=directory, run_id="load", replica="decode-1", engine=host.config)
+    unused: Any = Nothing()  # versions come by command
+    worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, host.engine, unused, unused)
+    worker.updates.state = WorkerState.SERVING
+    limits = host.engine.limits
+    kv = KvClient(Access(), limits.block_size_tokens, 5.0, limits.max_context_tokens * limits.kv_bytes_per_token)
+    server, port = build_server(config, [*worker.servicers(), *decode_servicers(worker, kv)])
+    await server.start()
+    await worker.bound(port)
+
+    answers = os.fdopen(options.serve["answers"], "w")
+    commands = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    print(json.dumps({"address": worker.identity.address, "epoch": worker.identity.epoch}), file=answers, flush=True)
+    updating: asyncio.Task[None] | None = None
+    while line := await commands.readline():
+        command: dict[str, Any] = json.loads(line)
+        name, answer = command.pop("name"), None
+        if name == "direct":
+            answer = await host.direct(**command)
+        elif name == "update":
+            answer = await host.update(**command)
+        elif name == "memory":
+            answer = host.memory_mb()
+        elif name == "updating":
+            updating = asyncio.create_task(host.update_for_ever())
+        elif name == "still":
+            assert updating is not None
+            updating.cancel()
+            await asyncio.wait((updating,))
+            if not updating.cancelled():
+                updating.result()
+        print(json.dumps(answer), file=answers, flush=True)
+    await server.stop(None)
+    await kv.close()
+    await host.engine.stop()
+
+
+# --- The caller's process ----------------------------------------------------------------------------
+
+
+class Client:
+    """Starts a worker and calls it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self._number = 0
+
+    async def start(self, stack: AsyncExitStack, capture_routes: bool) -> None:
+        from slipstream.api.inference.v1 import decode_pb2_grpc
+        from slipstream.common.auth import Access
+        from slipstream.common.channel import open_channel
+
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        read, write = os.pipe()
+        told = {"directory": directory, "answers": write, "capture_routes": capture_routes}
+        command = [sys.executable, __file__, *sys.argv[1:], "--serve", json.dumps(told)]
+        path = os.pathsep.join([str(ROOT / "services"), os.environ.get("PYTHONPATH", "")])
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, pass_fds=(write,), env={**os.environ, "PYTHONPATH": path}
+        )
+        stack.push_async_callback(self._stop)
+        os.close(write)
+        self._answers = asyncio.StreamReader()
+        pipe = os.fdopen(read)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._answers), pipe)
+        place = await self._answer()
+        self.epoch = place["epoch"]
+        channel = open_channel(place["address"], Access())
+        stack.push_async_callback(channel.close)
+        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+
+    async def ask(self, name: str, **values: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"name": name, **values}).encode() + b"\n")
+        return await self._answer()
+
+    async def one(self, number: int, prompt: list[int]) -> int:
+        """A decode call as the runner makes it."""
+        from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
+        from slipstream.api.types.v1 import types_pb2
+
+        self._number += 1
+        name = f"load-{self._number}"
+        request = decode_pb2.DecodeRequest(
+            request_id=name,
+            worker_epoch=self.epoch,
+            salt=name,
+            prompt=prefill_pb2.Prompt(new_token_ids=prompt),
+            sample_ids=[f"{name}/0"],
+            sampling=types_pb2.Sampling(max_new_tokens=self.options.output_tokens, seed=number, temperature=1.0),
+            capture_routes=self.capture_routes,
+            for_training=True,
+        )
+        count = 0
+        async for message in self._stub.Decode(request, timeout=120):
+            count += sum(len(chunk.token_ids) for chunk in message.chunks)
+        return count
+
+    capture_routes = True
+
+    async def _answer(self) -> Any:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await self._answers.readline()
+        if not line:
+            raise RuntimeError("the worker has ended")
+        return json.loads(line)
+
+    async def _stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(30):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+
+
+async def throughput(
+    one: Callable[[int, list[int]], Awaitable[int]], options: argparse.Namespace, seconds: float
+) -> float:
+    """Output tokens a second with a request in each of the places, whenever one is done another."""
+    ended_s = time.monotonic() + seconds
+    total = 0
+
+    async def place(index: int) -> None:
+        nonlocal total
+        turn = 0
+        while time.monotonic() < ended_s:
+            number = index + options.concurrent * turn
+            prompt = [(7 * number + 13 * at) % options.vocab for at in range(options.prompt_tokens)]
+            count = await one(number, prompt)
+            if time.monotonic() < ended_s:
+                total += count
+            turn += 1
+
+    started_s = time.monotonic()
+    await asyncio.gather(*(place(index) for index in range(options.concurrent)))
+    return total / (ended_s - started_s)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items() if k not in ("serve", "json")}}
+    parts = options.parts.split(",")
+
+    def note(name: str, value: Any) -> None:
+        results[name] = value
+        print(f"{name}: {value}", flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1))
+
+    async with AsyncExitStack() as stack:
+        client = Client(options)
+        await client.start(stack, capture_routes=True)
+        await throughput(client.one, options, 2.0)  # warm
+        if "service" in parts:
+            pairs = []
+            for _ in range(ROUNDS):
+                direct = await client.ask("direct", seconds=options.seconds)
+                pairs.append((direct, await throughput(client.one, options, options.seconds)))
+            direct, served = (max(side) for side in zip(*pairs, strict=True))
+            note("vllm_tokens_per_s", direct)
+            note("service_tokens_per_s", served)
+            note("service_ratio", served / direct)
+        if "updates" in parts:
+            still, moving = 0.0, 0.0
+            for _ in range(2):
+                still = max(still, await throughput(client.one, options, 2 * options.seconds))
+                await client.ask("updating")
+                moving = max(moving, await throughput(client.one, options, 2 * options.seconds))
+                await client.ask("still")
+            note("updates_ratio", moving / still)
+        if "large_update" in parts:
+            await client.ask("update", count=2)  # both places in memory are ready
+            load = asyncio.create_task(throughput(client.one, options, 20.0))
+            await asyncio.sleep(8)
+            report = await client.ask("update")
+            report["tokens_per_s_with_one_update_in_20_s"] = await load
+            report["tokens_per_s_without"] = await throughput(client.one, options, 20.0)
+            report["pause_ms_per_gb"] = report["pause_s"] * 1e3 / (report["bytes"] / 1e9)
+            report["lost_at_one_a_minute_computed"] = report["pause_s"] / 60
+            lost = 1 - report["tokens_per_s_with_one_update_in_20_s"] / report["tokens_per_s_without"]
+            report["lost_at_one_a_minute_measured"] = lost * 20 / 60
+            note("large_update", report)
+        if "memory" in parts:
+            note("memory_mb_per_100", await memory(client, options))
+    if "capture" in parts:
+        with_routes = results.get("service_tokens_per_s", 0.0)
+        async with AsyncExitStack() as stack:
+            client = Client(options)
+            client.capture_routes = False
+            await client.start(stack, capture_routes=False)
+            await throughput(client.one, options, 2.0)
+            without = max([await throughput(client.one, options, options.seconds) for _ in range(ROUNDS)])
+        note("without_capture_tokens_per_s", without)
+        note("capture_ratio", with_routes / without)
+    return results
+
+
+async def memory(client: Client, options: argparse.Namespace) -> float:
+    """Slope of the worker's memory over the requests, after the first third."""
+    from soak import slope
+
+    points: list[tuple[int, float]] = []
+    batch = max(options.requests // MEMORY_SAMPLES, 1)
+    for done in range(0, options.requests, batch):
+        await asyncio.gather(*(client.one(done + at, [at % options.vocab] * 8) for at in range(batch)))
+        points.append((done + batch, await client.ask("memory")))
+    return 100 * slope(points[len(points) // 3 :])
+
+
+def report(results: dict[str, Any], device: str) -> int:
+    failures = []
+    print(f"{'ratio':<12}{'measured':>10}{'required':>10}")
+    for name, required in REQUIRED.items():
+        ratio = results.get(f"{name}_ratio")
+        if ratio is None:
+            continue
+        print(f"{name:<12}{ratio:>10.3f}{required if device == 'cuda' else 'printed':>10}")
+        if device == "cuda" and ratio < required:
+            failures.append(f"{name}: {ratio:.3f} < {required}")
+    rise = results.get("memory_mb_per_100")
+    if rise is not None:
+        print(f"{'MB per 100':<12}{rise:>10.3f}{ALLOWED_MB_PER_100:>10}")
+        if rise >= ALLOWED_MB_PER_100:
+            failures.append(f"memory rises by {rise:.3f} MB per 100 requests")
+    for failure in failures:
+        print(f"over budget: {failure}")
+    return len(failures)
+
+
+def main() -> int:
+    options = arguments()
+    if options.serve is not None:
+        asyncio.run(serve(options))
+        return 0
+    return int(report(asyncio.run(measure(options)), options.device) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
