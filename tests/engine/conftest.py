@@ -37,7 +37,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
     if isinstance(request.param, Vllm):
-        return Vllm(request.config.option.device, request.config.option.dtype)
+        options = request.config.option
+        return Vllm(options.device, options.dtype, options.connector)
     return request.param
 
 

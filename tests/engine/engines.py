@@ -95,6 +95,7 @@ class Vllm:
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    connector: Literal["nixl", "none"] = "nixl"
     name = "vllm"
 
     @property
@@ -114,7 +115,7 @@ class Vllm:
             max_waiting_requests=limits.waiting_requests,
             max_prefill_tokens=CHUNK_TOKENS,
             transfer_ttl_s=limits.transfer_ttl_s,
-            connector="nixl",
+            connector=self.connector,
         )
         engine = VllmEngine(model_dir, sizes, config)
         await engine.start()
