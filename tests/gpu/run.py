@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The machine's own plug-ins are of other versions, and its warnings are not ours.
-PLUGINS = ["-p", "pytest_asyncio", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-W", "ignore"]
+PLUGINS = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-W", "ignore"]
 PYTEST = [sys.executable, "-m", "pytest", *PLUGINS, "-q", "-rA", "--tb=short", "--timeout=150"]
 ON_GPU = ["--engine", "vllm", "--device", "cuda"]
 LARGE = "--device cuda --dtype bfloat16 --layers 16 --experts 128 --hidden 2048 --heads 32 --top-k 8 --vocab 32768"
