@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class Host:
             await self.update()
             await asyncio.sleep(max(UPDATE_INTERVAL_S - (time.monotonic() - started_s), 0))
 
-    async def direct(self, seconds: float) -> float:
+    async def direct(self, turns: int) -> float:
         """Output tokens a second of vLLM itself, called here."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -158,7 +159,7 @@ class Host:
                 count += len(output.outputs[0].token_ids)
             return count
 
-        return await throughput(one, self.options, seconds)
+        return (await throughput(one, self.options, turns)).per_s
 
     def memory_mb(self) -> float:
         """Anonymous memory of this process and vLLM's."""
@@ -321,27 +322,31 @@ class Client:
             self._process.kill()
 
 
-async def throughput(
-    one: Callable[[int, list[int]], Awaitable[int]], options: argparse.Namespace, seconds: float
-) -> float:
-    """Output tokens a second with a request in each of the places, whenever one is done another."""
-    ended_s = time.monotonic() + seconds
-    total = 0
+@dataclass(frozen=True)
+class Rate:
+    """Output tokens of requests that all ran to their end, and the seconds that took."""
 
-    async def place(index: int) -> None:
-        nonlocal total
-        turn = 0
-        while time.monotonic() < ended_s:
+    tokens: int
+    seconds: float
+
+    @property
+    def per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+async def throughput(one: Callable[[int, list[int]], Awaitable[int]], options: argparse.Namespace, turns: int) -> Rate:
+    """A request in each of the places, and when it is done another, `turns` times."""
+
+    async def place(index: int) -> int:
+        total = 0
+        for turn in range(turns):
             number = index + options.concurrent * turn
-            prompt = [(7 * number + 13 * at) % options.vocab for at in range(options.prompt_tokens)]
-            count = await one(number, prompt)
-            if time.monotonic() < ended_s:
-                total += count
-            turn += 1
+            total += await one(number, [(7 * number + 13 * at) % options.vocab for at in range(options.prompt_tokens)])
+        return total
 
     started_s = time.monotonic()
-    await asyncio.gather(*(place(index) for index in range(options.concurrent)))
-    return total / (ended_s - started_s)
+    tokens = sum(await asyncio.gather(*(place(index) for index in range(options.concurrent))))
+    return Rate(tokens, time.monotonic() - started_s)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -357,49 +362,56 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         client = Client(options)
         await client.start(stack, capture_routes=True)
-        await throughput(client.one, options, 2.0)  # warm
+        await throughput(client.one, options, 1)  # warm
+        once = await throughput(client.one, options, 1)
+        turns = max(round(options.seconds / once.seconds), 2)
         if "service" in parts:
-            pairs = []
+            direct, served = 0.0, 0.0
             for _ in range(ROUNDS):
-                direct = await client.ask("direct", seconds=options.seconds)
-                pairs.append((direct, await throughput(client.one, options, options.seconds)))
-            direct, served = (max(side) for side in zip(*pairs, strict=True))
+                direct = max(direct, await client.ask("direct", turns=turns))
+                served = max(served, (await throughput(client.one, options, turns)).per_s)
             note("vllm_tokens_per_s", direct)
             note("service_tokens_per_s", served)
             note("service_ratio", served / direct)
         if "updates" in parts:
             still, moving = 0.0, 0.0
             for _ in range(2):
-                still = max(still, await throughput(client.one, options, 2 * options.seconds))
+                still = max(still, (await throughput(client.one, options, 2 * turns)).per_s)
                 await client.ask("updating")
-                moving = max(moving, await throughput(client.one, options, 2 * options.seconds))
+                moving = max(moving, (await throughput(client.one, options, 2 * turns)).per_s)
                 await client.ask("still")
             note("updates_ratio", moving / still)
         if "large_update" in parts:
-            await client.ask("update", count=2)  # both places in memory are ready
-            load = asyncio.create_task(throughput(client.one, options, 20.0))
-            await asyncio.sleep(8)
-            report = await client.ask("update")
-            report["tokens_per_s_with_one_update_in_20_s"] = await load
-            report["tokens_per_s_without"] = await throughput(client.one, options, 20.0)
-            report["pause_ms_per_gb"] = report["pause_s"] * 1e3 / (report["bytes"] / 1e9)
-            report["lost_at_one_a_minute_computed"] = report["pause_s"] / 60
-            lost = 1 - report["tokens_per_s_with_one_update_in_20_s"] / report["tokens_per_s_without"]
-            report["lost_at_one_a_minute_measured"] = lost * 20 / 60
-            note("large_update", report)
+            note("large_update", await large_update(client, options, 2 * turns))
         if "memory" in parts:
             note("memory_mb_per_100", await memory(client, options))
     if "capture" in parts:
-        with_routes = results.get("service_tokens_per_s", 0.0)
         async with AsyncExitStack() as stack:
             client = Client(options)
             client.capture_routes = False
             await client.start(stack, capture_routes=False)
-            await throughput(client.one, options, 2.0)
-            without = max([await throughput(client.one, options, options.seconds) for _ in range(ROUNDS)])
+            await throughput(client.one, options, 1)
+            without = max([(await throughput(client.one, options, turns)).per_s for _ in range(ROUNDS)])
         note("without_capture_tokens_per_s", without)
-        note("capture_ratio", with_routes / without)
+        if "service" in parts:
+            note("capture_ratio", results["service_tokens_per_s"] / without)
     return results
+
+
+async def large_update(client: Client, options: argparse.Namespace, turns: int) -> dict[str, Any]:
+    """One update under load: what it took, and the tokens that were not sampled for it."""
+    await client.ask("update", count=2)  # both places in memory are ready
+    without = await throughput(client.one, options, turns)
+    load = asyncio.create_task(throughput(client.one, options, turns))
+    await asyncio.sleep(without.seconds / 4)
+    found: dict[str, Any] = await client.ask("update")
+    moved = await load
+    found["pause_ms_per_gb"] = found["pause_s"] * 1e3 / (found["bytes"] / 1e9)
+    found["apply_ms_per_gb"] = found["apply_s"] * 1e3 / (found["bytes"] / 1e9)
+    found["tokens_per_s_without"], found["tokens_per_s_with_one_update"] = without.per_s, moved.per_s
+    found["lost_at_one_a_minute_computed"] = found["pause_s"] / 60
+    found["lost_at_one_a_minute_measured"] = (moved.seconds - without.seconds) / 60
+    return found
 
 
 async def memory(client: Client, options: argparse.Namespace) -> float:

@@ -238,7 +238,9 @@ def _compare(
     for name, tensor in live.items():
         if name in given and torch.equal(tensor.view(torch.uint8), applied[name].view(torch.uint8)):
             value = given[name]
-            found[name] = value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+            if isinstance(value, torch.Tensor):  # numpy has no bfloat16
+                value = (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
+            found[name] = np.asarray(value)
         else:
             found[name] = tensor.to(torch.float32, copy=True).numpy()
     return found
