@@ -13,6 +13,8 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
@@ -288,10 +290,14 @@ async def test_missing_routes_are_routed_live_and_lost_tokens_cost_their_sequenc
         world.orchestrator.plans = [world.plan(1)]
         del world.workers[1].rows["d/1.0"]
         del world.runner.rows["t/1.3"]
-        await training_loop(world, config, torch_thread, Status()).train()
+        with capture_logs() as lines:
+            await training_loop(world, config, torch_thread, Status()).train()
     metrics = world.orchestrator.reports[-1].metrics
     assert metrics["sequences_lost"] == 1.0
     assert metrics["routes_unknown_fraction"] == pytest.approx((LENGTH - PROMPT) / (3 * (LENGTH - 1)))
+    warned = [line["step"] for line in lines if (line["event"], line["log_level"]) == ("routes_unknown", "warning")]
+    assert warned == [1]  # above 1 %
+    assert REGISTRY.get_sample_value("slipstream_trainer_routes_unknown_fraction") == metrics["routes_unknown_fraction"]
 
 
 async def test_the_weights_published_are_those_of_the_model(tmp_path, torch_thread):
