@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -46,24 +47,26 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
 
 
+@asynccontextmanager
+async def offloading(model_dir: Path, offload: NativeOffloadConfig) -> AsyncIterator[Offloading]:
+    """A worker on the weights of seed 1."""
+    sizes = load_sizes(model_dir)
+    config = VllmConfig(block_count=BLOCKS, max_running_samples=16, max_prefill_tokens=CHUNK_TOKENS, offload=offload)
+    engine = VllmEngine(model_dir, sizes, config, RUN)
+    await engine.start()
+    try:
+        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
+        yield Offloading(Vllm(), engine)
+    finally:
+        await engine.stop()
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def workers(model_dir: Path, directory: Path) -> AsyncIterator[tuple[Offloading, Offloading]]:
-    benches = []
-    sizes = load_sizes(model_dir)
-    for _ in range(2):
-        offload = NativeOffloadConfig(memory_bytes=96 * BLOCK_BYTES, disk_bytes=2**26, directory=str(directory))
-        config = VllmConfig(
-            block_count=BLOCKS, max_running_samples=16, max_prefill_tokens=CHUNK_TOKENS, offload=offload
-        )
-        engine = VllmEngine(model_dir, sizes, config, RUN)
-        await engine.start()
-        await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
-        bench = Offloading(Vllm(), engine)
-        bench.directory = directory
-        benches.append(bench)
-    yield benches[0], benches[1]
-    for bench in benches:
-        await bench.engine.stop()
+    offload = NativeOffloadConfig(memory_bytes=96 * BLOCK_BYTES, disk_bytes=2**26, directory=str(directory))
+    async with offloading(model_dir, offload) as one, offloading(model_dir, offload) as other:
+        one.directory = other.directory = directory
+        yield one, other
     assert not list(Path("/dev/shm").glob(f"vllm_offload_slipstream-{os.getpid()}-*"))
 
 

@@ -235,7 +235,7 @@ async def test_the_figures_are_metrics_and_in_the_load_report(one: Offloading):
     assert value("held_bytes", tier="memory") == figures.memory_bytes > 0
     assert value("held_bytes", tier="disk") == figures.disk_bytes > 0
     assert value("dead_bytes") == 0
-    assert value("disk_bytes_total", direction="written") == figures.disk_written_bytes > 0
+    assert value("moved_bytes_total", tier="disk", direction="written") == figures.disk_written_bytes > 0
     assert value("lost_blocks_total", reason="rejected") == figures.rejected_blocks
     told = _offload(figures)
     assert (told.query_token_count, told.hit_token_count) == (figures.query_tokens, figures.hit_tokens)

@@ -289,11 +289,15 @@ class OffloadLoad:
 
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
+    store_read_bytes: int = 0
+    """Of a store that hosts share."""
+
+    store_written_bytes: int = 0
     rejected_blocks: int = 0
-    """Blocks on disk that were not what their names say: misses."""
+    """Blocks on disk or in a store that were not what their names say: misses."""
 
     failed_blocks: int = 0
-    """Blocks that could not be written to disk."""
+    """Blocks that could not be written there."""
 
 
 @dataclass(frozen=True)

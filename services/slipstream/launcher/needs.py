@@ -38,7 +38,7 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
         kv = 4 * tokens * sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim
         base, copies = (VLLM_MIB, VLLM_COPIES) if engine.type == "vllm" else (BASE_MIB[pool], WORKER_COPIES)
         if engine.type == "vllm" and engine.offload is not None:
-            kv += engine.offload.memory_bytes
+            kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
         total += config.replicas(pool) * (MIB * base + copies * weights + kv)
     return total + config.replicas("runner") * MIB * BASE_MIB["runner"]
 

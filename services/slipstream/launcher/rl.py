@@ -14,6 +14,7 @@ from slipstream.launcher import progress
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, finish_telling, open_display, tell
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.mooncake import mooncake_specs
 from slipstream.launcher.needs import check_memory
 from slipstream.launcher.ports import PortLease, assign_endpoints
 from slipstream.launcher.process import ProcessSpec
@@ -56,7 +57,8 @@ async def _run_rl(
         raise RunDirError(f"{run.path} cannot be written: {error.strerror}") from None
     run.record("run_started", argv=sys.argv[1:])
     access = access_to(run)
-    stages = [[valkey_spec(run, socket)], service_specs(run, endpoints, access)]
+    stores = [valkey_spec(run, socket), *mooncake_specs(config, run)]
+    stages = [stores, service_specs(run, endpoints, access)]
     count = sum(map(len, stages))
     display.say(f"run {run.name}: starting {count} processes ({', '.join(_kinds(stages))}) in {shown(run.path)}")
     latest = run_pb2.Run()

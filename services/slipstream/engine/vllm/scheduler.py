@@ -116,7 +116,7 @@ class OffloadMixin(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._offload: Any = self.connector if hasattr(self.connector, "bind_routes") else None
-        if self._offload is not None:
+        if self._offload is not None and self.enable_return_routed_experts:
             routes = self.routed_experts_mgr
             self._offload.bind_routes(routes.routed_experts_by_slot, routes.block_size)
 

@@ -200,4 +200,6 @@ def _offload(load: OffloadLoad) -> worker_pb2.OffloadLoad:
         disk_written_bytes=load.disk_written_bytes,
         rejected_block_count=load.rejected_blocks,
         failed_block_count=load.failed_blocks,
+        store_read_bytes=load.store_read_bytes,
+        store_written_bytes=load.store_written_bytes,
     )

@@ -34,13 +34,16 @@ offload_held_bytes = Reading(
 offload_dead_bytes = Reading(
     "gauge", "slipstream_worker_offload_dead_bytes", "KV in the offload tiers under salts that have ended."
 )
-offload_disk_bytes = Reading(
-    "counter", "slipstream_worker_offload_disk_bytes", "KV written to disk and read from it.", ["direction"]
+offload_moved_bytes = Reading(
+    "counter",
+    "slipstream_worker_offload_moved_bytes",
+    "KV written to disk and to a store that hosts share, and read from there.",
+    ["tier", "direction"],
 )
 offload_lost_blocks = Reading(
     "counter",
     "slipstream_worker_offload_lost_blocks",
-    "Blocks on disk that were damaged or foreign (rejected), and that could not be written (failed).",
+    "Blocks that were damaged or foreign (rejected), or could not be written (failed).",
     ["reason"],
 )
 policy_step = Reading("gauge", "slipstream_worker_policy_step", "Step of the weights in use; -1 before the first.")
@@ -88,5 +91,12 @@ def _observe_offload(load: Callable[[], OffloadLoad]) -> None:
     offload_hit_tokens.read_from(lambda: load().hit_tokens)
     offload_held_bytes.read_from(lambda: {"memory": load().memory_bytes, "disk": load().disk_bytes})
     offload_dead_bytes.read_from(lambda: load().dead_bytes)
-    offload_disk_bytes.read_from(lambda: {"written": load().disk_written_bytes, "read": load().disk_read_bytes})
+    offload_moved_bytes.read_from(
+        lambda: {
+            ("disk", "written"): load().disk_written_bytes,
+            ("disk", "read"): load().disk_read_bytes,
+            ("store", "written"): load().store_written_bytes,
+            ("store", "read"): load().store_read_bytes,
+        }
+    )
     offload_lost_blocks.read_from(lambda: {"rejected": load().rejected_blocks, "failed": load().failed_blocks})

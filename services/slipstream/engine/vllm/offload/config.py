@@ -25,14 +25,26 @@ class NativeOffloadConfig(BaseConfig):
     directory: str = ""
     """Where the blocks on disk are. Workers of one host that name the same directory hit each other's blocks."""
 
+    mooncake_master: str = Field(default="", pattern=r"^$|^[^:\s]+:\d+$")
+    """host:port of the master of a Mooncake store, in which workers of all hosts hit each other's blocks. On loopback
+    the launcher starts it. It asks nobody who they are: keep it and the workers in a network of their own."""
+
+    mooncake_bytes: int = Field(default=0, ge=0)
+    """Host memory that this worker lends to the Mooncake store."""
+
+    mooncake_host: str = "127.0.0.1"
+    """Where other workers reach what this one lends."""
+
     io_threads: int = Field(default=2, ge=1, le=64)
-    """Threads that read and write the disk."""
+    """Threads for each of disk and store that read and write there."""
 
     generated_tokens: bool = True
     """Whether blocks of sampled tokens are kept too, not only prompts: the next turn of a rollout begins with them."""
 
     @model_validator(mode="after")
-    def _disk_has_a_place(self) -> NativeOffloadConfig:
+    def _stores_have_a_place(self) -> NativeOffloadConfig:
         if bool(self.disk_bytes) != bool(self.directory):
             raise ValueError("directory and disk_bytes go together: set both or neither")
+        if bool(self.mooncake_bytes) != bool(self.mooncake_master):
+            raise ValueError("mooncake_master and mooncake_bytes go together: set both or neither")
         return self

@@ -94,6 +94,8 @@ class OffloadConnector(OffloadingConnector):
         memory = self._tiers.primary_tier
         memory.ended.add(salt)
         memory.sweep()
+        for tier in self._tiers.secondary_tiers:
+            tier.end_salt(salt)
 
     # --- Figures -------------------------------------------------------------------------------------
 
@@ -121,10 +123,12 @@ class OffloadConnector(OffloadingConnector):
         figures, memory = self._figures, self._tiers.primary_tier
         memory.sweep()
         figures.memory_bytes, figures.dead_bytes = memory.used_bytes, memory.dead_bytes
-        for tier in self._tiers.secondary_tiers:
-            figures.disk_bytes = tier.files.used_bytes
-            figures.disk_read_bytes = tier.files.read_bytes
-            figures.disk_written_bytes = tier.files.written_bytes
-            figures.rejected_blocks = tier.files.rejected_files
-            figures.failed_blocks = tier.files.failed_writes
+        stores = {tier.tier_type: tier.blocks for tier in self._tiers.secondary_tiers}
+        figures.rejected_blocks = sum(store.rejected_files for store in stores.values())
+        figures.failed_blocks = sum(store.failed_writes for store in stores.values())
+        if (disk := stores.get("disk")) is not None:
+            figures.disk_bytes = disk.used_bytes
+            figures.disk_read_bytes, figures.disk_written_bytes = disk.read_bytes, disk.written_bytes
+        if (store := stores.get("mooncake")) is not None:
+            figures.store_read_bytes, figures.store_written_bytes = store.read_bytes, store.written_bytes
         return figures

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 import struct
@@ -24,10 +23,8 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.engine.vllm.offload.blocks import HEADER, header_of, run_of, salt_digest
 
-MAGIC = b"SLIPKV\x00\x01"
-_HEADER = struct.Struct("<8sQ32s32s64s32s")
-"""Magic, bytes that follow, layout, salt, key (padded), checksum of all of these and what follows."""
 FULL_PAUSE_S = 5.0
 """After a disk was full nothing is written for this long."""
 EVICT_TO = 0.9
@@ -35,15 +32,6 @@ EVICT_TO = 0.9
 _PARTIAL = ".partial"
 """Of a file that is being written: it is locked until it has its name, or it was left behind."""
 _USAGE = struct.Struct("<Q")
-
-
-def salt_digest(salt: str) -> bytes:
-    return hashlib.sha256(salt.encode()).digest()
-
-
-def run_of(salt: str) -> str:
-    """The run that a salt belongs to: its first part."""
-    return salt.partition("/")[0]
 
 
 class BlockFiles:
@@ -82,7 +70,7 @@ class BlockFiles:
         if time.monotonic() < self._full_until_s:
             self.failed_writes += 1
             return False
-        header = self._header(salt, key, parts)
+        header = header_of(self._layout, salt, key, parts)
         size = len(header) + sum(part.nbytes for part in parts)
         if not self._reserve(size):
             self.failed_writes += 1
@@ -111,11 +99,11 @@ class BlockFiles:
         path = self._path(salt, key)
         try:
             with path.open("rb", buffering=0) as file:
-                header = file.read(_HEADER.size)
+                header = file.read(HEADER.size)
                 complete = all(_fill(file, part) for part in parts) and not file.read(1)
         except OSError:
             return False
-        if not complete or header != self._header(salt, key, parts):
+        if not complete or header != header_of(self._layout, salt, key, parts):
             self.rejected_files += 1
             self._remove(path)
             return False
@@ -123,14 +111,6 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             os.utime(path)  # used just now
         return True
-
-    def _header(self, salt: str, key: bytes, parts: Sequence[memoryview]) -> bytes:
-        size = sum(part.nbytes for part in parts)
-        fields = (MAGIC, size, self._layout, salt_digest(salt), key)
-        digest = hashlib.blake2b(_HEADER.pack(*fields, b""), digest_size=32)
-        for part in parts:
-            digest.update(part)
-        return _HEADER.pack(*fields, digest.digest())
 
     # --- Salts and runs ------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from uuid import uuid4
 
 from slipstream.common.config import ConfigError
 from slipstream.engine.routes import route_dtype
-from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.installed import SUPPORTED
 from slipstream.models.base import Sizes
 
@@ -27,11 +28,13 @@ def offload_options(config: VllmConfig, model_dir: Path, sizes: Sizes) -> dict[s
     """The fields of vLLM's `KVTransferConfig`; refuses what cannot work."""
     offload = config.offload
     assert offload is not None
-    context_bytes = sizes.max_context_tokens * sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * 4
+    context_bytes = sizes.max_context_tokens * kv_bytes_per_token(sizes, config.dtype)
     if offload.memory_bytes < context_bytes:
         raise ConfigError(
             f"engine.offload.memory_bytes is {offload.memory_bytes}; one whole context needs {context_bytes}"
         )
+    # vLLM captures routes of all layers, one row a token; ids of two bytes above 256 experts.
+    row_bytes = sizes.n_layers * sizes.top_k * route_dtype(sizes.n_experts).itemsize
     options: dict[str, Any] = {
         "spec_name": "OffloadSpec",
         "spec_module_path": "slipstream.engine.vllm.offload.spec",
@@ -41,16 +44,20 @@ def offload_options(config: VllmConfig, model_dir: Path, sizes: Sizes) -> dict[s
         "model_digest": hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest(),
         "engine": f"vllm {SUPPORTED[0]}",
         "hash_algorithm": HASH_ALGORITHM,
-        # vLLM captures routes of all layers, one row a token; ids of two bytes above 256 experts.
-        "route_bytes_per_block": config.block_size_tokens
-        * sizes.n_layers
-        * sizes.top_k
-        * route_dtype(sizes.n_experts).itemsize,
+        "route_bytes_per_block": config.block_size_tokens * row_bytes if config.capture_routes else 0,
     }
     if offload.disk_bytes:
         options["disk"] = {
             "directory": str(Path(offload.directory).absolute()),
             "disk_bytes": offload.disk_bytes,
+            "io_threads": offload.io_threads,
+        }
+    if offload.mooncake_bytes:
+        find_mooncake()
+        options["mooncake"] = {
+            "master": offload.mooncake_master,
+            "lent_bytes": offload.mooncake_bytes,
+            "host": offload.mooncake_host,
             "io_threads": offload.io_threads,
         }
     return {
@@ -60,6 +67,14 @@ def offload_options(config: VllmConfig, model_dir: Path, sizes: Sizes) -> dict[s
         "engine_id": f"{ENGINE_PREFIX}{os.getpid()}-{uuid4().hex[:12]}",
         "kv_connector_extra_config": options,
     }
+
+
+def find_mooncake() -> None:
+    """Refuse a store whose client is not installed."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "engine.offload.mooncake_master needs Mooncake, which is not installed; run: make install-vllm"
+        )
 
 
 def remove_orphan_regions(parent: Path = REGIONS) -> int:

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from slipstream.engine.vllm.offload.layout import Layout
-from slipstream.engine.vllm.offload.tiers import DiskTier, EndedSalts, MemoryTier
+from slipstream.engine.vllm.offload.tiers import DiskTier, EndedSalts, MemoryTier, MooncakeTier
 
 
 class HostWorker(OffloadingWorker):
@@ -122,8 +122,10 @@ class OffloadSpec(TieringOffloadingSpec):
                 cache_policy="lru",
                 enable_events=False,  # KV events are of the engine's own pool
             )
-            disk = self.extra_config.get("disk")
-            tiers: list[Any] = [DiskTier(self, memory.get_kv_memoryview(), "disk", **disk)] if disk else []
+            tiers: list[Any] = []
+            for name, kind in (("disk", DiskTier), ("mooncake", MooncakeTier)):
+                if options := self.extra_config.get(name):
+                    tiers.append(kind(self, memory.get_kv_memoryview(), **options))
             self._manager = TierManager(primary_tier=memory, secondary_tiers=tiers)
         return self._manager
 

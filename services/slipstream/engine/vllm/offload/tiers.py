@@ -1,10 +1,10 @@
 # vLLM is not installed where the checks run.
 # pyright: reportMissingImports=false
-"""The two tiers behind vLLM's tiering manager, in its scheduler's process: host memory, and disk behind it.
+"""The tiers behind vLLM's tiering manager, in its scheduler's process: host memory, and stores behind it.
 
-vLLM keeps a block in memory (its own least-recently-used policy), copies it on to the disk tier, and brings it back
-from there into memory before the engine takes it. Here is what vLLM lacks: which salt a block belongs to, so that a
-dead salt's blocks are forgotten; the routes that belong to a block; and `BlockFiles` as the disk.
+vLLM keeps a block in memory (its own least-recently-used policy), copies it on to each store, and brings it back from
+there into memory before the engine takes it. Here is what vLLM lacks: which salt a block belongs to, so that a dead
+salt's blocks are forgotten; the routes that belong to a block; and stores that hold and check both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,12 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
 from slipstream.engine.vllm.offload.files import BlockFiles
+from slipstream.engine.vllm.offload.mooncake import MooncakeBlocks
 from slipstream.engine.vllm.offload.names import SALT
 
 KEPT_ENDED_SALTS = 4096
@@ -119,22 +122,16 @@ class MemoryTier(CPUPrimaryTierOffloadingManager):
         return dead * self._mmap_region._row_stride
 
 
-class DiskTier(SecondaryTierManager):
-    """Blocks on disk. The scheduler's thread only looks; threads of its own read and write."""
+class StoreTier(SecondaryTierManager):
+    """Blocks behind memory, in `blocks`. The scheduler's thread only looks; threads of its own read and write."""
 
     medium = Medium.STORAGE
 
     def __init__(
-        self,
-        offloading_spec: Any,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        directory: str,
-        disk_bytes: int,
-        io_threads: int,
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, blocks: Any, threads: int
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
-        self.files = BlockFiles(Path(directory), disk_bytes, offloading_spec.layout.digest)
+        self.blocks = blocks
         self._ended: EndedSalts = offloading_spec.ended
         self._kv_bytes: int = offloading_spec.layout.kv_bytes
         self._chunks: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
@@ -143,10 +140,10 @@ class DiskTier(SecondaryTierManager):
         self._distrusted: OrderedDict[OffloadKey, float] = OrderedDict()
         self._open_jobs = 0
         self._idle = threading.Condition()
-        self._threads = ThreadPoolExecutor(io_threads, "slipstream-kv-disk")
+        self._threads = ThreadPoolExecutor(threads, f"slipstream-kv-{tier_type}")
 
     def bind_routes(self, routes: np.ndarray) -> None:
-        """Routes of the blocks in memory, `[chunks, ...]`: they go to disk and come back with the KV."""
+        """Routes of the blocks in memory, `[chunks, ...]`: they go and come back with the KV."""
         self._routes = routes
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -154,7 +151,11 @@ class DiskTier(SecondaryTierManager):
         failed_s = self._distrusted.get(key)
         if salt in self._ended or (failed_s is not None and time.monotonic() - failed_s < DISTRUST_S):
             return LookupResult.MISS
-        return LookupResult.HIT if self.files.has(salt, key) else LookupResult.MISS
+        return self._find(salt, key, req_context)
+
+    @abstractmethod
+    def _find(self, salt: str, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Whether a block is here."""
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._store, job_metadata)
@@ -185,13 +186,13 @@ class DiskTier(SecondaryTierManager):
     def _store(self, salt: str, key: OffloadKey, chunk: int) -> bool:
         if salt in self._ended:
             return True
-        written = self.files.write(salt, key, self._parts(chunk))
+        written = self.blocks.write(salt, key, self._parts(chunk))
         if salt in self._ended:  # by now: its directory may have gone before the file came
-            self.files.end(salt)
+            self.blocks.end(salt)
         return written
 
     def _load(self, salt: str, key: OffloadKey, chunk: int) -> bool:
-        return self.files.read(salt, key, self._parts(chunk))
+        return self.blocks.read(salt, key, self._parts(chunk))
 
     def _parts(self, chunk: int) -> list[memoryview]:
         assert self._chunks is not None
@@ -216,6 +217,9 @@ class DiskTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    def end_salt(self, salt: str) -> None:
+        """Its blocks are removed by whoever ended it."""
+
     def drain_jobs(self) -> None:
         with self._idle:
             self._idle.wait_for(lambda: self._open_jobs == 0)
@@ -223,4 +227,55 @@ class DiskTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self._threads.shutdown(wait=True)
         self._chunks = None  # memory is given back only without views
-        self.files.close()
+        self.blocks.close()
+
+
+class DiskTier(StoreTier):
+    """Blocks on a disk of this host: looking is cheap."""
+
+    def __init__(self, spec: Any, view: memoryview, directory: str, disk_bytes: int, io_threads: int) -> None:
+        super().__init__(spec, view, "disk", BlockFiles(Path(directory), disk_bytes, spec.layout.digest), io_threads)
+
+    def _find(self, salt: str, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if self.blocks.has(salt, key) else LookupResult.MISS
+
+
+class MooncakeTier(StoreTier):
+    """Blocks in a Mooncake store: its master is asked on a thread, a request's blocks together."""
+
+    def __init__(self, spec: Any, view: memoryview, master: str, lent_bytes: int, host: str, io_threads: int) -> None:
+        super().__init__(
+            spec, view, "mooncake", MooncakeBlocks(master, lent_bytes, host, spec.layout.digest), io_threads
+        )
+        self._lookups = _MooncakeLookups(self.blocks)
+
+    def _find(self, salt: str, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = self._lookups.lookup(key, req_context)
+        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+
+    def distrust(self, keys: Iterable[OffloadKey]) -> None:
+        keys = list(keys)
+        super().distrust(keys)
+        self._lookups.mark_miss(keys)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
+    def end_salt(self, salt: str) -> None:
+        self._threads.submit(self.blocks.end, salt)
+
+    def shutdown(self) -> None:
+        self._lookups.shutdown()
+        super().shutdown()
+
+
+class _MooncakeLookups(AsyncLookupManager):
+    def __init__(self, blocks: MooncakeBlocks) -> None:
+        self._blocks = blocks
+        super().__init__("mooncake")
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        return self._blocks.find(salt_of(req_context), keys)
