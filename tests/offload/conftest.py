@@ -56,7 +56,7 @@ async def offloading(model_dir: Path, offload: NativeOffloadConfig) -> AsyncIter
     await engine.start()
     try:
         await engine.update(FIRST, to_hf(load_model(sizes, model_dir)), lambda paused: None)
-        yield Offloading(Vllm(), engine)
+        yield Offloading(Vllm(), engine, 1)
     finally:
         await engine.stop()
 
