@@ -19,6 +19,8 @@ from slipstream.models.registry import load_sizes
 FIRST = PolicyVersion(1, 0)
 """What an engine under test serves at first."""
 EMBEDDED_BLOCK_TOKENS = 8
+TRANSFER_TIMEOUT_S = 4.0
+"""For KV to come by a connector."""
 CHUNK_TOKENS = 64
 """Prompt tokens a step, where an engine can cut prompts."""
 
@@ -91,12 +93,16 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Vllm:
-    """vLLM in its own process, on the CPU unless told; KV moves over NIXL."""
+    """vLLM in its own process, on the CPU unless told; KV moves over NIXL, or by Mooncake's transfer engine."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    connector: Literal["nixl", "none"] = "nixl"
-    name = "vllm"
+    connector: Literal["nixl", "mooncake", "none"] = "nixl"
+    side_channel_port: int = 0
+
+    @property
+    def name(self) -> str:
+        return "vllm-mooncake" if self.connector == "mooncake" else "vllm"
 
     @property
     def tolerance(self) -> float:
@@ -115,7 +121,9 @@ class Vllm:
             max_waiting_requests=limits.waiting_requests,
             max_prefill_tokens=CHUNK_TOKENS,
             transfer_ttl_s=limits.transfer_ttl_s,
+            transfer_timeout_s=TRANSFER_TIMEOUT_S,
             connector=self.connector,
+            side_channel_port=self.side_channel_port,
         )
         engine = VllmEngine(model_dir, sizes, config)
         await engine.start()
@@ -130,3 +138,5 @@ class Vllm:
 
 
 ENGINES: list[EngineUnderTest] = [Embedded(), Vllm()]
+BY_NAME: list[EngineUnderTest] = [*ENGINES, Vllm(connector="mooncake")]
+"""Also those that run only when they are asked for."""

@@ -14,50 +14,84 @@ import json
 import socket
 import time
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.common.errors import KvMismatch
-from slipstream.engine.base import KvReference
+from slipstream.engine.base import KvPayload, KvReference
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.installed import REMEDY
 
-CLASSES = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
 _PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}
+_REMEDIES = {"nixl": REMEDY, "mooncake": "install it with: pip install 'slipstream[mooncake]'"}
 _BACKSTOP_S = 3600
 """vLLM's own lease on what is held, far beyond ours."""
-HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
-"""Transfer parameters of a prefill whose blocks are to be held."""
 
 
 def check_connector(config: VllmConfig, where: str = "engine.connector") -> None:
     """Refuse a connector whose package is not installed, in the name of the setting that asks for it."""
-    if config.connector != "none" and importlib.util.find_spec(_PACKAGES[config.connector]) is None:
-        raise ConfigError(f'{where} is "{config.connector}", which is not installed; {REMEDY}')
+    name = config.connector
+    if name != "none" and importlib.util.find_spec(_PACKAGES[name]) is None:
+        raise ConfigError(f'{where} is "{name}", which is not installed; {_REMEDIES[name]}')
 
 
-def transfer_config(config: VllmConfig) -> Any:
-    """What vLLM is told of the connector, or None. The engine's name for its peers is another at each start."""
-    if config.connector == "none":
-        return None
-    from vllm.config import KVTransferConfig
+class Connector:
+    """One engine's end of it."""
 
-    _set_environment(config)
-    return KVTransferConfig(
-        kv_connector=CLASSES[config.connector],
-        kv_role="kv_both",
-        kv_buffer_device="cpu" if torch.version.cuda is None else "cuda",
-        kv_load_failure_policy="fail",  # the caller asks another worker; a long prompt computed here would hold up all
-        kv_connector_extra_config={"kv_lease_duration": _BACKSTOP_S},
-    )
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._engine_id = uuid4().hex
+        """Another at each start: so nothing is read from an engine that is gone, nor from the next one in its place."""
+        self._port = config.side_channel_port or _free_port(config.side_channel_host)
 
+    def vllm_config(self) -> Any:
+        """What vLLM is told of it, or None. The rest it reads from the environment, in its process."""
+        if self._config.connector == "none":
+            return None
+        from vllm.config import KVTransferConfig
 
-def _set_environment(config: VllmConfig) -> None:
-    """Read by the connector in vLLM's process, which inherits it."""
-    host, port = config.side_channel_host, config.side_channel_port or _free_port(config.side_channel_host)
-    ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_HOST"], ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_PORT"] = host, str(port)
-    ENVIRONMENT.setdefault("UCX_TLS", "tcp,self" if torch.version.cuda is None else "cuda_ipc,cuda_copy,sm,tcp,self")
+        host, port = self._config.side_channel_host, str(self._port)
+        common = {
+            "engine_id": self._engine_id,
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu" if torch.version.cuda is None else "cuda",
+            # The caller asks another worker; a long prompt computed here would hold up all.
+            "kv_load_failure_policy": "fail",
+        }
+        if self._config.connector == "nixl":
+            ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_HOST"], ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_PORT"] = host, port
+            ways = "tcp,self" if torch.version.cuda is None else "cuda_ipc,cuda_copy,sm,tcp,self"
+            ENVIRONMENT.setdefault("UCX_TLS", ways)
+            extra = {"kv_lease_duration": _BACKSTOP_S}
+            return KVTransferConfig(kv_connector="NixlConnector", kv_connector_extra_config=extra, **common)
+        ENVIRONMENT["VLLM_HOST_IP"], ENVIRONMENT["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = host, port
+        ENVIRONMENT["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(_BACKSTOP_S)
+        return KVTransferConfig(
+            kv_connector="HostMooncakeConnector",
+            kv_connector_module_path="slipstream.engine.vllm.mooncake",
+            kv_connector_extra_config={"mooncake_protocol": "tcp"},
+            **common,
+        )
+
+    def hold(self) -> dict[str, Any]:
+        """Transfer parameters of a prefill whose blocks are to be held."""
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        return params if self._config.connector == "nixl" else {**params, "transfer_id": uuid4().hex}
+
+    def take(self, held: dict[str, Any], answer: dict[str, Any] | None) -> bytes:
+        """What a decode engine needs to read them: NIXL says it with its answer, with Mooncake one has to know."""
+        if answer is None:
+            address = f"http://{self._config.side_channel_host}:{self._port}"
+            answer = {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "transfer_id": held["transfer_id"],
+                "remote_engine_id": self._engine_id,
+                "remote_bootstrap_addr": address,
+            }
+        return json.dumps(answer).encode()
 
 
 def _free_port(host: str) -> int:
@@ -66,18 +100,16 @@ def _free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def encode_params(params: dict[str, Any]) -> bytes:
-    return json.dumps(params).encode()
-
-
-def load_params(reference: KvReference, timeout_s: float) -> dict[str, Any]:
-    """Transfer parameters of a request whose KV is to be read."""
+def load_params(kv: KvPayload | KvReference | None, timeout_s: float) -> dict[str, Any] | None:
+    """Transfer parameters of a request whose KV is to be read; None where there is none to read."""
     from slipstream.engine.vllm.transfers import DEADLINE, TIMEOUT
 
+    if not isinstance(kv, KvReference) or not kv.token_count:
+        return None
     try:
-        params = json.loads(reference.params)
+        params = json.loads(kv.params)
     except ValueError:
         params = None
     if not isinstance(params, dict):
         raise KvMismatch("what the connector is to read is no JSON object", field="connector_params")
-    return {**params, DEADLINE: time.monotonic() + reference.lease_s, TIMEOUT: timeout_s}
+    return {**params, DEADLINE: time.monotonic() + kv.lease_s, TIMEOUT: timeout_s}

@@ -51,7 +51,7 @@ from slipstream.engine.base import (
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector, no_frames
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
-from slipstream.engine.vllm.connector import load_params
+from slipstream.engine.vllm.connector import Connector, load_params
 from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.prefills import Prefills
@@ -82,7 +82,8 @@ class VllmEngine:
         self._salts = SaltVersions(2 * config.block_count)
         self._offload = Offload(config.offload, run_id)
         self._open: dict[str, OpenRequest] = {}
-        self._prefills = Prefills(config, self._salts, self._count_prompt, self._keep_prompt_routes)
+        self._connector = Connector(config)
+        self._prefills = Prefills(config, self._connector, self._salts, self._count_prompt, self._keep_prompt_routes)
         self._swapping = asyncio.Lock()
         self._version: PolicyVersion | None = None
         self._update_task: asyncio.Task[UpdateReport] | None = None
@@ -131,7 +132,9 @@ class VllmEngine:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sockets = SocketDirectory()
         self._offload.start()
-        self._llm = launch(self._model_dir, self._sizes, self._config, self._counters, self._sockets.path)
+        self._llm = launch(
+            self._model_dir, self._sizes, self._config, self._counters, self._sockets.path, self._connector
+        )
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         self._prefills.start(self._llm)
         await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
@@ -207,7 +210,9 @@ class VllmEngine:
     ) -> AsyncGenerator[list[SampleChunk], None]:
         self.check(request)
         assert self._version is not None
-        open_request = self._open[request.request_id] = OpenRequest(request, self._version, flush_s)
+        transfer = load_params(request.kv, self._config.transfer_timeout_s)
+        open_request = OpenRequest(request, self._version, flush_s, transfer)
+        self._open[request.request_id] = open_request
         oldest = request.kv.oldest_version if isinstance(request.kv, KvReference) else self._version
         oldest = min(oldest, self._version)
         self._salts.use(request.salt, oldest)
@@ -227,8 +232,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         request, sampling = open_request.request, open_request.request.sampling
-        kv = request.kv if isinstance(request.kv, KvReference) and request.kv.token_count else None
-        if kv is not None and sample.index > 0:
+        if open_request.transfer and sample.index > 0:
             await open_request.prompt_ready.wait()  # one transfer; the others find it in the prefix cache
             if open_request.error is not None or sample.aborted:
                 sample.finish_reason = "aborted"
@@ -245,8 +249,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
             extra_args=self._offload.extra_args(request.salt),
         )
-        if kv is not None and sample.index == 0:
-            parameters.extra_args = {"kv_transfer_params": load_params(kv, self._config.transfer_timeout_s)}
+        if open_request.transfer and sample.index == 0:
+            parameters.extra_args = {"kv_transfer_params": open_request.transfer}
         if sampling.temperature >= GREEDY_BELOW:
             parameters.temperature = sampling.temperature  # vLLM rounds what is below 0.01 up, when it is built
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
-from slipstream.engine.vllm.connector import check_connector, transfer_config
+from slipstream.engine.vllm.connector import Connector, check_connector
 from slipstream.engine.vllm.installed import find_vllm
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.process import dying_with_us
@@ -34,7 +34,9 @@ _ENVIRONMENT_OF_CPU = {
 _ENVIRONMENT_OF_GPU = {"TRITON_F32_DEFAULT": "ieee"}  # else float32 is multiplied with 10 bits of its mantissa
 
 
-def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, sockets: Path) -> Any:
+def launch(
+    model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, sockets: Path, connector: Connector
+) -> Any:
     """An `AsyncLLM` without weights; takes seconds. Call it on the event loop that will use it.
 
     It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
@@ -54,7 +56,7 @@ def launch(model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, 
     from slipstream.engine.vllm.plugin import register
 
     keep_routes_when_merging()
-    transfer = transfer_config(config)
+    transfer = connector.vllm_config()
     if config.offload is not None:
         remove_orphan_regions()
         transfer = KVTransferConfig(**offload_options(config, model_dir, sizes))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,10 @@ from slipstream.common.errors import EngineFull, KvUnknown, RequestAborted, Requ
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
 from slipstream.engine.vllm.config import VllmConfig
-from slipstream.engine.vllm.connector import HOLD, encode_params
+from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.salts import SaltVersions
 
-Rpc = Callable[..., Awaitable[Any]]
+RELEASE_PAUSE_S = 0.01
 OnRows = Callable[[PrefillRequest, np.ndarray], None]
 OnPrompt = Callable[[int, int], None]
 
@@ -48,8 +48,11 @@ class _Prefill:
 class Prefills:
     """Running and held ones of one engine."""
 
-    def __init__(self, config: VllmConfig, salts: SaltVersions, on_prompt: OnPrompt, on_rows: OnRows) -> None:
+    def __init__(
+        self, config: VllmConfig, connector: Connector, salts: SaltVersions, on_prompt: OnPrompt, on_rows: OnRows
+    ) -> None:
         self._config = config
+        self._connector = connector
         self._salts = salts
         self._on_prompt = on_prompt
         self._on_rows = on_rows
@@ -153,14 +156,14 @@ class Prefills:
     async def _compute(self, entry: _Prefill) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        request = entry.request
+        request, held = entry.request, self._connector.hold()
         parameters = SamplingParams(
             max_tokens=1,  # vLLM computes nothing without sampling; nobody gets to see the token
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": dict(HOLD)},
+            extra_args={"kv_transfer_params": held},
         )
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
         output: Any = None
@@ -174,12 +177,12 @@ class Prefills:
         except Exception as error:
             self._fail(entry, f"vLLM ended the request: {type(error).__name__}: {error}")
             return
-        if not output.kv_transfer_params:
+        if output.outputs[0].finish_reason != "length":
             self._fail(entry, f"vLLM ended the request: {output.outputs[0].finish_reason}")
         elif entry.future.done():  # aborted while it ended by itself
             await self._free([entry.vllm_id])
         else:
-            self._finish(entry, output)
+            self._finish(entry, output, self._connector.take(held, output.kv_transfer_params))
 
     def _fail(self, entry: _Prefill, message: str) -> None:
         if not entry.future.done():
@@ -187,7 +190,7 @@ class Prefills:
             entry.future.set_exception(RequestAborted(message))
             entry.future.exception()
 
-    def _finish(self, entry: _Prefill, output: Any) -> None:
+    def _finish(self, entry: _Prefill, output: Any, params: bytes) -> None:
         assert self.version is not None
         request, count = entry.request, len(entry.request.token_ids) - 1
         cached = min(output.num_cached_tokens or 0, count)
@@ -198,7 +201,7 @@ class Prefills:
             self._on_rows(request, rows[:count])
         reference = KvReference(
             transport=self._config.connector,
-            params=encode_params(output.kv_transfer_params),
+            params=params,
             transfer_id=request.request_id,
             token_count=count,
             version=self.version,
@@ -222,5 +225,9 @@ class Prefills:
 
     async def _free(self, vllm_ids: Sequence[str]) -> None:
         """Tell vLLM's connector that nobody will read these any more."""
+        left = set(vllm_ids)
         async with asyncio.timeout(self._config.update_timeout_s):
-            await self._llm.collective_rpc("slipstream_release_kv", args=(list(vllm_ids),))
+            while left:
+                answers = await self._llm.collective_rpc("slipstream_release_kv", args=(list(left),))
+                left = {request_id for answer in answers for request_id in answer}
+                await asyncio.sleep(RELEASE_PAUSE_S if left else 0)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import DecodeRequest, FinishReason, SampleChunk
@@ -77,8 +78,16 @@ class Sample:
 class OpenRequest:
     """A decode request and its samples, from its call to its last chunk."""
 
-    def __init__(self, request: DecodeRequest, version: PolicyVersion, flush_s: float) -> None:
+    def __init__(
+        self,
+        request: DecodeRequest,
+        version: PolicyVersion,
+        flush_s: float,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
         self.request = request
+        self.transfer = transfer
+        """What the connector is told of KV from elsewhere."""
         self.samples = [Sample(index, [(0, version)]) for index in range(len(request.sample_ids))]
         self.error: Exception | None = None
         self.counted = False

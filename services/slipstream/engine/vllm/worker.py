@@ -43,9 +43,9 @@ class WorkerExtension:
         if hasattr(self.model_runner, "input_batch"):
             seed_draws_by_position(self.model_runner)  # the newer runner draws so by itself
 
-    def slipstream_release_kv(self, request_ids: list[str]) -> None:
-        """Nobody will read what is held of these prefills. Those that were read are free already, and skipped."""
-        release_held(request_ids)
+    def slipstream_release_kv(self, request_ids: list[str]) -> list[str]:
+        """Nobody will read what is held of these prefills. Returns those to ask for again."""
+        return release_held(request_ids)
 
     def slipstream_attach(self, path: str, shapes: dict[str, list[int]], dtype: str) -> None:
         """Open memory that weights will be read from. On a GPU it is prepared for that meanwhile, while steps go on."""

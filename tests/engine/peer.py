@@ -1,0 +1,102 @@
+"""A vLLM prefill engine in a process of its own, to be killed: `python -m tests.engine.peer MODEL PORT`.
+
+It computes each prompt that comes in as a line of JSON, and answers with the reference to its KV, leased.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.base import KvReference, PrefillRequest
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 150.0
+
+
+class Peer:
+    """The other side of the pipe."""
+
+    def __init__(self, model_dir: Path, port: int = 0) -> None:
+        self._model_dir = model_dir
+        self.port = port or _free_port()
+
+    async def __aenter__(self) -> Peer:
+        command = (sys.executable, "-m", "tests.engine.peer", str(self._model_dir), str(self.port))
+        path = os.pathsep.join((str(ROOT / "services"), str(ROOT)))
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        async with asyncio.timeout(START_TIMEOUT_S):
+            assert await self._answer() == "ready"
+        return self
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process.returncode is None:
+            self.kill()
+        await self._process.wait()
+
+    async def prefill(self, prompt: list[int]) -> KvReference:
+        """The KV of a prompt, held there and leased to the caller."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(prompt).encode() + b"\n")
+        async with asyncio.timeout(30):
+            fields = await self._answer()
+        versions = {name: PolicyVersion(*fields.pop(name)) for name in ("version", "oldest_version")}
+        return KvReference(**{**fields, "params": fields["params"].encode(), **versions})
+
+    def freeze(self) -> None:
+        """It answers nothing any more, and its connections stay."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            if line.startswith(b">"):  # vLLM prints too
+                return json.loads(line[1:])
+        raise AssertionError(f"the prefill engine ended: {await self._process.wait()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def _serve(model_dir: Path, port: int) -> None:
+    from tests.engine.engines import Limits, Vllm
+
+    engine = await Vllm(side_channel_port=port).build(model_dir, Limits())
+    _say("ready")
+    number = 0
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        number += 1
+        prompt = json.loads(line)
+        await engine.prefill(PrefillRequest(f"peer-{number}", prompt, f"peer-salt-{number}"))
+        reference = engine.lease_kv(f"peer-{number}")
+        _say({**asdict(reference), "params": reference.params.decode()})
+    await engine.stop()
+
+
+def _say(answer: Any) -> None:
+    print(">" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))
