@@ -1,4 +1,4 @@
-"""A vLLM prefill engine in a process of its own, to be killed: `python -m tests.engine.peer MODEL PORT`.
+"""A vLLM prefill engine in a process of its own, to be killed: `python -m tests.engine.peer MODEL CONNECTOR PORT`.
 
 It computes each prompt that comes in as a line of JSON, and answers with the reference to its KV, leased.
 """
@@ -26,12 +26,13 @@ START_TIMEOUT_S = 150.0
 class Peer:
     """The other side of the pipe."""
 
-    def __init__(self, model_dir: Path, port: int = 0) -> None:
+    def __init__(self, model_dir: Path, connector: str, port: int = 0) -> None:
         self._model_dir = model_dir
+        self._connector = connector
         self.port = port or _free_port()
 
     async def __aenter__(self) -> Peer:
-        command = (sys.executable, "-m", "tests.engine.peer", str(self._model_dir), str(self.port))
+        command = (sys.executable, "-m", "tests.engine.peer", str(self._model_dir), self._connector, str(self.port))
         path = os.pathsep.join((str(ROOT / "services"), str(ROOT)))
         self._process = await asyncio.create_subprocess_exec(
             *command,
@@ -79,10 +80,10 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def _serve(model_dir: Path, port: int) -> None:
+async def _serve(model_dir: Path, connector: str, port: int) -> None:
     from tests.engine.engines import Limits, Vllm
 
-    engine = await Vllm(side_channel_port=port).build(model_dir, Limits())
+    engine = await Vllm(connector, port).build(model_dir, Limits())
     _say("ready")
     number = 0
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -99,4 +100,4 @@ def _say(answer: Any) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
