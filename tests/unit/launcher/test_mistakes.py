@@ -201,9 +201,8 @@ def test_a_connector_that_is_not_installed_is_told_of_before_any_start(refused, 
         f"--{pool}.engine.{words}" for pool in ("prefill", "decode") for words in ("type=vllm", "connector=mooncake")
     ]
     said = refused("@", "base.toml", *pools)
-    assert (
-        said == '--prefill.engine.connector is "mooncake", which is not installed; install it with: make install-vllm'
-    )
+    problem = '--prefill.engine.connector is "mooncake", which is not installed'
+    assert said == f"{problem}; install it with: pip install 'slipstream[mooncake]'"
 
 
 def test_a_model_directory_without_its_files_is_refused(refused, tmp_path):
