@@ -20,6 +20,8 @@ from slipstream.engine.vllm.rows import unknown_row
 
 DEADLINE = "slipstream_deadline_s"
 """In a request's transfer parameters: its KV may not be read after this, on the monotonic clock of the host."""
+HELD_POLL_S = 0.005
+"""Between two looks at what is held, while there is nothing else to do; a new request waits as long at most."""
 TIMEOUT = "slipstream_timeout_s"
 """In a request's transfer parameters: the longest time its transfer may take once it began."""
 
@@ -46,6 +48,8 @@ class TransferMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._deadlines:
             self._end_overdue(time.monotonic())
+        if self.requests and not (self.running or self.waiting or self.skipped_waiting):
+            time.sleep(HELD_POLL_S)  # vLLM looks for the end of what is held in steps that do nothing, 1,000 a second
         return super().schedule(*args, **kwargs)
 
     def _end_overdue(self, now_s: float) -> None:
