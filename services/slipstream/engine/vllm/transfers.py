@@ -81,6 +81,13 @@ class TransferMixin(Scheduler):
             return bool(self.finished_req_ids)
         return super().has_finished_requests()
 
+    def _update_from_kv_xfer_finished(self, kv_connector_output: Any) -> None:
+        """Mooncake also reports requests that were given up before they were scheduled, which ends vLLM's process."""
+        for request_ids in (kv_connector_output.finished_recving, kv_connector_output.finished_sending):
+            if request_ids:
+                request_ids.intersection_update(self.requests)
+        super()._update_from_kv_xfer_finished(kv_connector_output)
+
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
         """The KV is here, and about to be cached: nobody here knows which experts made it."""
         self._forget(request.request_id)
