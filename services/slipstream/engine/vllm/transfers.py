@@ -20,7 +20,7 @@ from slipstream.engine.vllm.rows import unknown_row
 
 DEADLINE = "slipstream_deadline_s"
 """In a request's transfer parameters: its KV may not be read after this, on the monotonic clock of the host."""
-HELD_POLL_S = 0.005
+HELD_POLL_S = 0.01
 """Between two looks at what is held, while there is nothing else to do; a new request waits as long at most."""
 TIMEOUT = "slipstream_timeout_s"
 """In a request's transfer parameters: the longest time its transfer may take once it began."""
