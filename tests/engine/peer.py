@@ -84,7 +84,8 @@ async def _serve(model_dir: Path, connector: str, port: int) -> None:
     from tests.engine.engines import Limits, Vllm
     from tests.engine.oracle import tensors
 
-    engine = await Vllm(connector, port).build(model_dir, Limits(), tensors(1))
+    kind = Vllm(connector=connector, side_channel_port=port)  # type: ignore[arg-type]
+    engine = await kind.build(model_dir, Limits(), tensors(1))
     _say("ready")
     number = 0
     while line := await asyncio.to_thread(sys.stdin.readline):
