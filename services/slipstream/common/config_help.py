@@ -112,7 +112,18 @@ def _variants(found: Sequence[type[BaseModel]], path: tuple[str, ...], default: 
         for name, field in model.model_fields.items():
             if name not in common and name != "type":
                 shown = _default(field, default if isinstance(default, model) else None, name)
-                yield from _indented(_leaf(name, name, field, shown))
+                yield from _indented(_inner(name, field, shown))
+
+
+def _inner(name: str, field: FieldInfo, default: Any) -> Iterator[str]:
+    """A field of a variant; of a table its fields, by dotted names."""
+    found = models(field.annotation)
+    if len(found) != 1:
+        yield from _leaf(name, name, field, default)
+        return
+    for key, inner in found[0].model_fields.items():
+        held = default if isinstance(default, found[0]) else None
+        yield from _leaf(f"{name}.{key}", key, inner, _default(inner, held, key))
 
 
 def _own_default(base: type[BaseModel], model: type[BaseModel], name: str) -> float | None:
@@ -128,8 +139,9 @@ def _items(model: type[BaseModel]) -> Iterator[str]:
 
 def _leaf(label: str, name: str, field: FieldInfo, default: Any) -> Iterator[str]:
     facts = [fact for fact in (_range(field), _shown_default(default)) if fact]
-    noted = f"  ({', '.join(facts)})" if facts else ""
-    yield f"  {label} {_kind(name, field.annotation)}{noted}"
+    noted = f"({', '.join(facts)})" if facts else ""
+    kind = f"  {label} {_kind(name, field.annotation)}"
+    yield from [f"{kind}  {noted}".rstrip()] if len(kind) + len(noted) <= WIDTH else [kind, f"      {noted}"]
     yield from _wrapped(field.description, indent=6)
 
 

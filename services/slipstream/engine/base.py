@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -343,6 +343,21 @@ class PausedEngine(Protocol):
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of `token_ids[1:]` under the new weights, on KV of their own."""
+        ...
+
+
+@runtime_checkable
+class JointVerify(Protocol):
+    """A `verify` of several ranks that pause together or not at all; for engines with `steps_in_group`."""
+
+    def __call__(self, engine: PausedEngine) -> None: ...
+
+    def prepared(self) -> None:
+        """Called when nothing stands in the way of a pause; waits for the other ranks, raises if one is not ready."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """Called in the pause when this rank does not take the weights; does not raise."""
         ...
 
 

@@ -8,6 +8,7 @@
 | blocks of prefill and decode of different sizes | prefix hashes never match |
 | fewer KV blocks than two whole contexts | the engine does not start |
 | fewer running samples than a group has | no group runs whole |
+| ranks of an engine that cannot be spread so | the engine does not start, or computes nonsense |
 | a context that the answer alone fills | every request is refused |
 | a probe longer than the context | no version is ever served |
 | several trainer ranks (one is started) | the others' part of each step is never trained |
@@ -29,6 +30,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slipstream.common.config_errors import ConfigError, Origins
+from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
 from slipstream.launcher.config import RunConfig
 from slipstream.models.registry import BUILT_IN
@@ -105,6 +108,23 @@ def _own_architecture(config: RunConfig) -> Iterator[Problem]:
             ("model.architecture", *(f"{pool}.engine.type" for pool in pools)),
             f'is "{architecture}", whose code vLLM does not run; set {pools[0]}.engine.type = "embedded"',
         )
+
+
+def _parallel(config: RunConfig) -> Iterator[Problem]:
+    for pool in ("prefill", "decode") if config.replicas("prefill") else ("decode",):
+        engine, ranks = _of(config, pool, "engine"), _of(config, pool, "data_parallel_size")
+        if not isinstance(engine, VllmConfig):
+            continue
+        own = engine.parallel.data_parallel_size
+        if 1 not in (own, ranks) and own != ranks:
+            yield (
+                (f"{pool}.engine.parallel.data_parallel_size", f"{pool}.data_parallel_size"),
+                f"is {own}, and {pool}.data_parallel_size is {ranks}; set one of them",
+            )
+        spread = engine.parallel.model_copy(update={"data_parallel_size": config.data_parallel_size(pool)})
+        sizes = None if _initial_model(config) else config.model
+        for option, sentence in refusals(Case(spread, pool, engine.device, engine.quantization, sizes)):
+            yield (f"{pool}.engine.{option}", f"{pool}.data_parallel_size"), sentence
 
 
 def _context(config: RunConfig) -> Iterator[Problem]:
@@ -198,6 +218,7 @@ def _leases(config: RunConfig) -> Iterator[Problem]:
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _engines,
     _own_architecture,
+    _parallel,
     _context,
     _ranks,
     _warm_up,

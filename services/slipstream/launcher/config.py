@@ -43,12 +43,16 @@ REPLICATED = {"prefill": 1, "decode": 2, "runner": 1}
 
 OF_PREFILL = "Processes of this service. 0: decode workers compute the prompts themselves."
 
+GROUPED = frozenset({"prefill", "decode"})
+"""Services of which several processes can be the ranks of one data-parallel group."""
+OF_GROUPS = "Ranks of a data-parallel group, a process each; replicas then counts groups."
+
 FILLED = frozenset(
     {
         *ServiceConfig.model_fields,
         *SERVICES,  # a field called after a service takes its address
         *(f"{service}_address" for service in SERVICES),
-        *("prefill_workers", "decode_workers", "workers", "environments", "model", "sft", "model_dir"),
+        *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
         *("evaluate_before", "evaluate_after", "block_size_tokens"),
     }
 )
@@ -126,6 +130,8 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
         least, what = (0, OF_PREFILL) if service == "prefill" else (1, "Processes of this service.")
         replicas = Field(default=REPLICATED[service], ge=least, le=64, description=what)
         fields["replicas"] = (int, replicas)
+    if service in GROUPED:
+        fields["data_parallel_size"] = (int, Field(default=1, ge=1, le=64, description=OF_GROUPS))
     return create_model(f"{service.capitalize()}Section", __base__=_Made, __doc__=config_class.__doc__, **fields)
 
 
@@ -166,6 +172,12 @@ class RunConfig(BaseConfig):
         """The pools of workers that run this engine."""
         sections: dict[str, Any] = {pool: self.section(pool) for pool in ("prefill", "decode")}
         return [pool for pool, each in sections.items() if each.replicas and each.engine.type == engine]
+
+    def data_parallel_size(self, service: str) -> int:
+        """Ranks of each data-parallel group of a pool: as its section says, or its engine's."""
+        section = self.section(service)
+        parallel = getattr(getattr(section, "engine", None), "parallel", None)
+        return max(getattr(section, "data_parallel_size", 1), getattr(parallel, "data_parallel_size", 1))
 
 
 class _MadeRunConfig(RunConfig, _Made):

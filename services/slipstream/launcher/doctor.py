@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from slipstream.common.config import ConfigError, parse_arguments
 from slipstream.common.config_files import load_with_origins
+from slipstream.engine.vllm.parallel import DEEPEP_BACKENDS
 from slipstream.launcher import doctor_machine as machine
 from slipstream.launcher import doctor_run as of_run
-from slipstream.launcher.config import RUN_CONFIG, RunConfig
+from slipstream.launcher.config import GROUPED, RUN_CONFIG, RunConfig
 from slipstream.launcher.doctor_machine import Finding
 from slipstream.launcher.needs import needed_bytes
 from slipstream.launcher.preflight import preflight
@@ -68,6 +69,7 @@ def _checks(config: RunConfig, redis_url: str | None) -> list[Callable[[], Findi
         machine.check_files,
         machine.check_clock,
         machine.check_gpu,
+        lambda: machine.check_expert_kernels(sorted(wanted_kernels(config))),
         lambda: machine.check_vllm(bool(config.pools_with("vllm"))),
         lambda: of_run.check_jail(bwrap),
         lambda: of_run.check_ports(len(replicas_of(config))),
@@ -80,6 +82,13 @@ def _checks(config: RunConfig, redis_url: str | None) -> list[Callable[[], Findi
     if redis_url is not None:
         checks.append(lambda: of_run.check_redis(redis_url))
     return checks
+
+
+def wanted_kernels(config: RunConfig) -> set[str]:
+    """DeepSeek's libraries that the engines of a run ask for."""
+    spread = [getattr(getattr(config.section(pool), "engine", None), "parallel", None) for pool in GROUPED]
+    wanted = {"DeepEP" for each in spread if each is not None and each.all2all_backend in DEEPEP_BACKENDS}
+    return wanted | {"DeepGEMM" for each in spread if each is not None and each.deep_gemm}
 
 
 def _take(words: list[str], flag: str) -> str | None:

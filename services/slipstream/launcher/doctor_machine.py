@@ -8,7 +8,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Literal
 
 from slipstream.common.config import ConfigError
 from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.kernels import Kernels, find_deep_ep, find_deep_gemm
 from slipstream.launcher.memory import MIB, available_bytes
 
 PACKAGES = ("torch", "torchtitan", "grpcio", "protobuf", "pydantic", "numpy", "tokenizers", "reasoning-gym")
@@ -158,6 +159,22 @@ def check_vllm(asked: bool, find: Callable[[], str] = find_vllm) -> Finding:
         if asked:
             return Finding("FAILED", "vllm", str(error))
         return Finding("ok", "vllm", "not installed, and not asked for")
+
+
+def check_expert_kernels(
+    wanted: Collection[str] = (), find: Callable[[], Sequence[Kernels]] = lambda: (find_deep_ep(), find_deep_gemm())
+) -> Finding:
+    """DeepSeek's kernels for experts on several GPUs, by name those that the run asks for."""
+    found = find()
+    figure = ", ".join(f"{each.name} {'is there' if each.there else each.state}" for each in found)
+    lacking = [each for each in found if each.name in wanted and not each.there]
+    if lacking:
+        needed = f"{lacking[0].name} is needed, and {lacking[0].detail}"
+        return Finding("FAILED", "expert kernels", needed, lacking[0].step)
+    odd = [each for each in found if each.state in ("another package", "broken")]
+    if odd:
+        return Finding("warn", "expert kernels", odd[0].detail, odd[0].step)
+    return Finding("ok", "expert kernels", figure if wanted else f"{figure}; none is needed")
 
 
 def check_gpu(devices: Path = Path("/dev")) -> Finding:

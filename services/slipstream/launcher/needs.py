@@ -39,7 +39,7 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
         base, copies = (VLLM_MIB, VLLM_COPIES) if engine.type == "vllm" else (BASE_MIB[pool], WORKER_COPIES)
         if engine.type == "vllm" and engine.offload is not None:
             kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
-        total += config.replicas(pool) * (MIB * base + copies * weights + kv)
+        total += config.replicas(pool) * config.data_parallel_size(pool) * (MIB * base + copies * weights + kv)
     return total + config.replicas("runner") * MIB * BASE_MIB["runner"]
 
 

@@ -105,6 +105,12 @@ def assign_endpoints(
     return endpoints, metrics_endpoints
 
 
+def take_ports(names: Iterable[str], lease: PortLease) -> dict[str, str]:
+    """An address each, for what is known to the processes of this launch alone."""
+    candidates = iter(candidate_ports())
+    return {name: _assign(None, lease, candidates) for name in names}
+
+
 def _assign(kept: str | None, lease: PortLease, candidates: Iterator[int]) -> str:
     if kept is not None and lease.try_take(port_of(kept)):
         return kept

@@ -10,25 +10,46 @@ from pydantic import ValidationError
 
 from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
 from slipstream.common.config_errors import Origins, explain
+from slipstream.engine.vllm.config import VllmConfig
 from slipstream.launcher.combinations import check_combinations
-from slipstream.launcher.config import FILLED, REPLICATED, SERVICES, RunConfig
+from slipstream.launcher.config import FILLED, GROUPED, REPLICATED, SERVICES, RunConfig
 from slipstream.launcher.ports import LOOPBACK, port_of
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
 
 ANYWHERE = "0.0.0.0"
 MAX_DRAIN_S = 5.0
+RENDEZVOUS_OFFSET = 1000
 DRAIN_FRACTION = 0.25
 """Part of the stop timeout that a service may drain for; it is killed some seconds later."""
 
 
 def replicas_of(config: RunConfig) -> list[str]:
-    """Names of all services' processes: `router`, but `decode-1` where there can be several."""
+    """Names of all services' processes: `router`, but `decode-1` where there can be several, `decode-1-0` in groups."""
     names: list[str] = []
     for service in SERVICES:
-        count = config.replicas(service)
-        names += [f"{service}-{n}" for n in range(1, count + 1)] if service in REPLICATED else [service]
+        count, ranks = config.replicas(service), config.data_parallel_size(service)
+        if ranks > 1:
+            names += [f"{service}-{n}-{rank}" for n in range(1, count + 1) for rank in range(ranks)]
+        else:
+            names += [f"{service}-{n}" for n in range(1, count + 1)] if service in REPLICATED else [service]
     return names
+
+
+def vllm_groups_of(config: RunConfig) -> list[str]:
+    """Groups whose ranks step together: each needs a port at which they find each other."""
+    return [
+        f"{service}-{n}"
+        for service in sorted(GROUPED)
+        if config.data_parallel_size(service) > 1 and isinstance(_setting(config, service, "engine"), VllmConfig)
+        for n in range(1, config.replicas(service) + 1)
+    ]
+
+
+def group_of(replica: str) -> tuple[str, int] | None:
+    """Group and rank of `decode-1-0`; None for `decode-1`."""
+    group_id, _, rank = replica.rpartition("-")
+    return (group_id, int(rank)) if group_id.partition("-")[2] else None
 
 
 def resolve(
@@ -40,15 +61,20 @@ def resolve(
     metrics: Mapping[str, str] | None = None,
     origins: Origins | None = None,
     elsewhere: bool = False,
+    rendezvous: Mapping[str, str] | None = None,
 ) -> dict[str, ServiceConfig]:
     """The configuration of each process. Raises `ConfigError` for what does not fit together.
 
+    `rendezvous`: where the ranks of a group of vLLM's find each other; left out, at rank 0's port and 1000.
     `elsewhere`: each on a host of its own, on whose every address it listens, and whoever starts it takes its log.
     """
     shared = _shared_values(config, run, endpoints)
     origins = origins or Origins()
+    groups = _groups(endpoints, rendezvous or {})
     configs = {
-        replica: _resolve_one(config, run, replica, address, shared, redis_url, origins, elsewhere)
+        replica: _resolve_one(
+            config, run, replica, address, {**shared, **groups.get(replica, {})}, redis_url, origins, elsewhere
+        )
         for replica, address in endpoints.items()
     }
     for replica, address in (metrics or {}).items():
@@ -79,7 +105,10 @@ def _resolve_one(
     service = service_of(replica)
     config_class = SERVICES[service]
     values = {name: value for name, value in shared.items() if name in config_class.model_fields}
-    values |= config.section(service).model_dump(exclude_unset=True, exclude={"replicas"})
+    values |= config.section(service).model_dump(exclude_unset=True, exclude={"replicas", "data_parallel_size"})
+    if isinstance(_setting(config, service, "engine") if service in GROUPED else None, VllmConfig):
+        parallel = values["engine"].setdefault("parallel", {})
+        parallel["data_parallel_size"] = config.data_parallel_size(service)
     values |= {
         "run_id": run.name,
         "run_dir": run.path,
@@ -105,6 +134,21 @@ def _resolve_one(
         return config_class.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(config_class, error, origins, service)) from None
+
+
+def _groups(endpoints: Mapping[str, str], rendezvous: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What each rank of a data-parallel group is told of it."""
+    places = {replica: place for replica in endpoints if (place := group_of(replica)) is not None}
+    addresses: dict[str, list[str]] = {}
+    for replica, (group_id, _) in sorted(places.items(), key=lambda item: item[1]):
+        addresses.setdefault(group_id, []).append(endpoints[replica])
+    told = {}
+    for replica, (group_id, rank) in places.items():
+        leader = addresses[group_id][0]
+        meeting = rendezvous.get(group_id) or f"{leader.rpartition(':')[0]}:{port_of(leader) + RENDEZVOUS_OFFSET}"
+        group = {"group_id": group_id, "rank": rank, "addresses": addresses[group_id], "rendezvous": meeting}
+        told[replica] = {"group": group}
+    return told
 
 
 def _listen(address: str, elsewhere: bool) -> dict[str, Any]:

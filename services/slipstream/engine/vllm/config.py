@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from slipstream.common.config import BaseConfig
 from slipstream.engine.vllm.layout import ITEM_BYTES
 from slipstream.engine.vllm.offload.config import NativeOffloadConfig
+from slipstream.engine.vllm.parallel import ParallelConfig
 from slipstream.models.base import Sizes
 
 BLOCK_MULTIPLE = 32
@@ -82,6 +83,9 @@ class VllmConfig(BaseConfig):
 
     side_channel_port: int = Field(default=0, ge=0, le=65535)
     """A port of this worker alone; 0 takes a free one."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """Over how many ranks it is spread, and with which kernels."""
 
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for each part of a weight update: the swap, the read back, the probe."""

@@ -30,6 +30,7 @@ from slipstream.common.errors import (
     RequestAborted,
     RequestIdReused,
     SlipstreamError,
+    Unsupported,
 )
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import (
@@ -39,6 +40,7 @@ from slipstream.engine.base import (
     EngineLimits,
     EngineLoad,
     FinishReason,
+    JointVerify,
     KvEvent,
     KvPayload,
     KvReference,
@@ -54,6 +56,7 @@ from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector, load_params
 from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
+from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
 from slipstream.engine.vllm.rows import routes_of
 from slipstream.engine.vllm.salts import SaltVersions
@@ -73,10 +76,19 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 class VllmEngine:
     """One vLLM engine, one rank. See `slipstream.engine.base.Engine`."""
 
-    def __init__(self, model_dir: Path, sizes: Sizes, config: VllmConfig, run_id: str = "") -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        sizes: Sizes,
+        config: VllmConfig,
+        run_id: str = "",
+        rank: DataParallelRank | None = None,
+    ) -> None:
+        """`rank`: in a data-parallel group, whose ranks start, pause, swap and resume together."""
         self._model_dir = model_dir
         self._sizes = sizes
         self._config = config
+        self._rank = rank
         self._counters = Counters()
         self._routes = RouteStore(config.route_bytes)
         self._salts = SaltVersions(2 * config.block_count)
@@ -109,6 +121,7 @@ class VllmEngine:
             truncates_sampling=False,
             chunked_prefill=True,
             preempts=True,
+            steps_in_group=rank is not None,
         )
         if (config.block_count - 1) * config.block_size_tokens < 2 * (sizes.max_context_tokens + 1):
             raise ValueError("block_count must hold two whole contexts, and the one block vLLM keeps for itself")
@@ -133,7 +146,7 @@ class VllmEngine:
         self._sockets = SocketDirectory()
         self._offload.start()
         self._llm = launch(
-            self._model_dir, self._sizes, self._config, self._counters, self._sockets.path, self._connector
+            self._model_dir, self._sizes, self._config, self._counters, self._sockets.path, self._connector, self._rank
         )
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         self._prefills.start(self._llm)
@@ -397,12 +410,19 @@ class VllmEngine:
         async with self._swapping:
             began_s = time.monotonic()
             arena = await self._swapper.prepare(tensors)
+            joint = verify if isinstance(verify, JointVerify) else None
+            if joint is not None:
+                await asyncio.to_thread(joint.prepared)
             previous, started_s = self._version, time.monotonic()
             async with self._paused():
                 try:
                     counts, apply_s = await self._swapper.swap(arena, tensors, verify)
                 except WeightsLost as error:
                     self._end(error)
+                    raise
+                except Exception as error:
+                    if joint is not None:  # before the resume, which waits for the other ranks
+                        await asyncio.to_thread(joint.failed, error)
                     raise
                 in_flight = self._mark_swap(counts, version)
                 self._prefills.swapped(counts, version)
@@ -443,6 +463,8 @@ class VllmEngine:
                     await self._llm.resume_generation()
 
     async def checksums(self, reduce: Callable[[str, np.ndarray], int]) -> dict[str, int]:
+        if self._rank is not None:
+            raise Unsupported("a rank of a group does not pause alone", method="checksums", capability="steps_in_group")
         async with self._swapping:
             if self._version is None:
                 raise NoWeights("the engine has no weights yet")

@@ -14,6 +14,7 @@ from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector, check_connector
 from slipstream.engine.vllm.installed import find_vllm
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
+from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
 from slipstream.engine.vllm.process import dying_with_us
 from slipstream.models.base import Sizes
 
@@ -35,7 +36,13 @@ _ENVIRONMENT_OF_GPU = {"TRITON_F32_DEFAULT": "ieee"}  # else float32 is multipli
 
 
 def launch(
-    model_dir: Path, sizes: Sizes, config: VllmConfig, stat_logger: Any, sockets: Path, connector: Connector
+    model_dir: Path,
+    sizes: Sizes,
+    config: VllmConfig,
+    stat_logger: Any,
+    sockets: Path,
+    connector: Connector,
+    rank: DataParallelRank | None = None,
 ) -> Any:
     """An `AsyncLLM` without weights; takes seconds. Call it on the event loop that will use it.
 
@@ -43,7 +50,8 @@ def launch(
     """
     ENVIRONMENT["VLLM_RPC_BASE_PATH"] = str(sockets)
     variables = _ENVIRONMENT | (_ENVIRONMENT_OF_CPU if torch.version.cuda is None else _ENVIRONMENT_OF_GPU)
-    for name, value in {**variables, "OMP_NUM_THREADS": str(config.torch_threads)}.items():
+    own = {"OMP_NUM_THREADS": str(config.torch_threads), **environment(config.parallel)}
+    for name, value in {**variables, **own}.items():
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
     check_connector(config)
@@ -84,7 +92,7 @@ def launch(
         enable_return_routed_experts=config.capture_routes,
         kv_transfer_config=transfer,
         worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
-        **_options_of_device(device, sizes, config),
+        **{**_options_of_device(device, sizes, config), **arguments(config.parallel, rank)},
     ).create_engine_config()
     # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

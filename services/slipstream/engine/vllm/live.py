@@ -139,5 +139,25 @@ def _dequantise(module: Any, parameter: str) -> Tensor:
     return weight * scale.reshape(weight.shape[0], -1, 1)
 
 
+def own_groups(model: nn.Module, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The groups, where experts are spread over ranks with those of this one alone."""
+    spread = {name: places for name, module in model.named_modules() if (places := _places(module)) is not None}
+    found = []
+    for group in groups:
+        places = next((held for name, held in spread.items() if name.startswith(group.module)), None)
+        if places is not None and group.parameter != "weight":
+            prefix = f"{group.module}."
+            own = tuple(name for name in group.names if places[int(name.removeprefix(prefix).partition(".")[0])] >= 0)
+            group = Group(group.module, group.parameter, own)
+        found.append(group)
+    return tuple(found)
+
+
+def _places(module: nn.Module) -> list[int] | None:
+    """Where each expert lies in a module of them, -1 for those of other ranks; None if it has them all."""
+    places = getattr(module, "expert_map", None) if _is_experts(module) else None
+    return None if places is None else places.tolist()
+
+
 def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "w13_weight") and hasattr(module, "quant_method")

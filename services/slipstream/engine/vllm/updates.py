@@ -128,6 +128,7 @@ class Swapper:
     def __init__(self, sizes: Sizes, config: VllmConfig, rpc: Rpc, probe: Probe) -> None:
         self._arenas = WeightArenas(sizes, config.dtype)
         self._config = config
+        self._spread = config.parallel.data_parallel_size > 1
         self._rpc = rpc
         self._probe = probe
 
@@ -176,11 +177,13 @@ class Swapper:
         return counts, apply_s
 
     async def _verify(self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]) -> None:
+        held = tensors.keys() if not self._spread else await self._call("slipstream_own_names", arena.path)
+
         def live(call: Callable[[Awaitable[Any]], Any]) -> LiveParameters:
             def read(names: list[str]) -> dict[str, np.ndarray]:
                 return call(self._read(arena, names, tensors))
 
-            return LiveParameters(tensors.keys(), read, self.size_bytes)
+            return LiveParameters(held, read, self.size_bytes)
 
         paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
         await asyncio.to_thread(verify, paused)

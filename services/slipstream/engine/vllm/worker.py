@@ -17,12 +17,16 @@ from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.draws import seed_draws_by_position
 from slipstream.engine.vllm.held import release_held
 from slipstream.engine.vllm.layout import Layout
-from slipstream.engine.vllm.live import LiveWeights
+from slipstream.engine.vllm.live import LiveWeights, own_groups
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload
 
 _PR_SET_PDEATHSIG = 1
 
 mend_expert_reload()
+if torch.version.cuda is None:
+    from slipstream.engine.vllm.cpu_ranks import mend_cpu_ranks
+
+    mend_cpu_ranks()
 
 
 class WorkerExtension:
@@ -94,14 +98,25 @@ class WorkerExtension:
         return self._live(self._arenas[applied]).quantised()
 
     def _live(self, arena: Arena) -> LiveWeights:
-        return LiveWeights(self.model_runner.get_model(), arena.layout.groups, arena.tensors())
+        model = self.model_runner.get_model()
+        return LiveWeights(model, own_groups(model, arena.layout.groups), arena.tensors())
+
+    def slipstream_own_names(self, applied: str) -> list[str]:
+        """The tensors that this rank holds: of the experts of a data-parallel group only some."""
+        groups = own_groups(self.model_runner.get_model(), self._arenas[applied].layout.groups)
+        return [name for group in groups for name in group.names]
 
     @torch.no_grad()
     def _load(self, arena: Arena) -> None:
         """Fill the parameters in place if they are as the checkpoint's; vLLM's own loader takes a Python call each."""
         live = self._live(arena)
-        targets = [(live.parameter(group), group) for group in arena.layout.groups]
-        if self.device.type == "cpu" or any(parameter is None for parameter, _ in targets):
+        groups = own_groups(self.model_runner.get_model(), arena.layout.groups)
+        targets = [(live.parameter(group), group) for group in groups]
+        if (
+            self.device.type == "cpu"
+            or groups != arena.layout.groups
+            or any(parameter is None for parameter, _ in targets)
+        ):
             self.reload_weights(weights_iterator=arena.tensors().items())
             return
         for parameter, group in targets:

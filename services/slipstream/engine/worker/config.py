@@ -78,6 +78,15 @@ class WorkerConfig(ServiceConfig):
     model_timeout_s: float = Field(default=120.0, ge=0)
     """Time to wait at start for `<run_dir>/model/config.json`."""
 
+    @model_validator(mode="after")
+    def _group_is_the_engine_s(self) -> WorkerConfig:
+        if isinstance(self.engine, VllmConfig):
+            ranks = max(len(self.group.addresses), 1)
+            if self.engine.parallel.data_parallel_size != ranks:
+                size = self.engine.parallel.data_parallel_size
+                raise ValueError(f"engine.parallel.data_parallel_size is {size}, and the group has {ranks} rank(s)")
+        return self
+
     @property
     def model_dir(self) -> Path:
         """Where the model's `config.json` is."""

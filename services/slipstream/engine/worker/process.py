@@ -18,6 +18,8 @@ from slipstream.common.config import ConfigError
 from slipstream.common.runtime import keep_freed_memory, serve
 from slipstream.common.state import State
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.kernels import missing
+from slipstream.engine.vllm.parallel import Case, DataParallelRank, refusals
 from slipstream.engine.worker.config import WorkerConfig
 from slipstream.engine.worker.worker import RunningEngine, Servicer, Worker
 from slipstream.models.base import Sizes
@@ -43,7 +45,7 @@ async def run_worker(
     keep_freed_memory()
     access = Access.from_config(config)
     sizes = await _model_sizes(config)
-    engine = _build_engine(config, sizes)
+    engine = _build_engine(config, role, sizes)
     await engine.start()  # before any channel or server: vLLM forks, and gRPC does not survive that
     state = State(config.redis.url, config.run_id)
     channel = open_channel(config.broadcaster, access)
@@ -68,14 +70,38 @@ async def run_worker(
         await state.close()
 
 
-def _build_engine(config: WorkerConfig, sizes: Sizes) -> RunningEngine:
+def _build_engine(config: WorkerConfig, role: worker_pb2.WorkerRole, sizes: Sizes) -> RunningEngine:
     if isinstance(config.engine, VllmConfig):
         from slipstream.engine.vllm.engine import VllmEngine
 
-        return VllmEngine(config.model_dir, sizes, config.engine, config.run_id)
+        parallel = config.engine.parallel
+        pool = "prefill" if role == worker_pb2.WORKER_ROLE_PREFILL else "decode"
+        case = Case(parallel, pool, _device(config.engine), config.engine.quantization, sizes)
+        for option, sentence in refusals(case):
+            raise ConfigError(f"engine.{option} {sentence}")
+        for kernels in missing(parallel):
+            raise ConfigError(f"engine.parallel needs {kernels.name}, and {kernels.detail}; {kernels.step}")
+        return VllmEngine(config.model_dir, sizes, config.engine, config.run_id, _rank(config))
     from slipstream.engine.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(sizes, config.engine)
+
+
+def _device(engine: VllmConfig) -> str:
+    import torch
+
+    found = "cpu" if torch.version.cuda is None else "cuda"
+    return found if engine.device == "auto" else engine.device
+
+
+def _rank(config: WorkerConfig) -> DataParallelRank | None:
+    group = config.group.place
+    if group is None:
+        return None
+    host, _, port = config.group.rendezvous.rpartition(":")
+    if not host:
+        raise ConfigError(f"group.rendezvous is {config.group.rendezvous!r}; vLLM's ranks meet at a host:port")
+    return DataParallelRank(group.rank, group.size, host, int(port))
 
 
 async def _model_sizes(config: WorkerConfig) -> Sizes:
