@@ -11,7 +11,7 @@ import pytest
 from slipstream.common.config import ConfigError, dump_toml, load_config
 from slipstream.launcher.cli import main
 from slipstream.launcher.config import RUN_CONFIG, SERVICES, RunConfig
-from slipstream.launcher.resolve import check, replicas_of, resolve
+from slipstream.launcher.resolve import check, replicas_of, resolve, vllm_groups_of
 from slipstream.launcher.rundir import RunDir, create_run_dir
 from slipstream.launcher.services import service_of, write_configs
 
@@ -86,6 +86,41 @@ def test_a_run_may_do_without_a_prefill_pool(toml, run):
     configs = resolve(config, run, endpoints, redis_url="redis://localhost")
     assert configs["router"].model_dump()["prefill_workers"] == []
     assert {worker["role"] for worker in configs["orchestrator"].model_dump()["workers"]} == {"decode"}
+
+
+def test_groups_of_ranks_get_a_process_a_rank_and_know_each_other(toml, run):
+    config = load_config(RUN_CONFIG, [toml], ["decode.replicas=2", "decode.data-parallel-size=2"])
+    check(config)
+    endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
+    decode = [replica for replica in endpoints if service_of(replica) == "decode"]
+    assert decode == ["decode-1-0", "decode-1-1", "decode-2-0", "decode-2-1"]
+    configs = resolve(config, run, endpoints, redis_url="redis://localhost")
+    group = configs["decode-2-1"].model_dump()["group"]
+    assert (group["group_id"], group["rank"]) == ("decode-2", 1)
+    assert group["addresses"] == [endpoints["decode-2-0"], endpoints["decode-2-1"]]
+    assert configs["prefill-1"].model_dump()["group"]["group_id"] == ""
+    assert len(configs["router"].model_dump()["decode_workers"]) == 4
+    assert vllm_groups_of(config) == []
+
+
+def test_ranks_of_vllm_are_told_their_number_and_where_they_meet(toml, run):
+    flags = ["prefill.replicas=0", "decode.engine.type=vllm", "decode.replicas=1", "decode.data-parallel-size=2"]
+    flags += ["decode.engine.parallel.expert-parallel=true"]
+    config = load_config(RUN_CONFIG, [toml], flags)
+    check(config)
+    assert vllm_groups_of(config) == ["decode-1"]
+    endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
+    met = resolve(config, run, endpoints, redis_url="redis://localhost", rendezvous={"decode-1": "127.0.0.1:1"})
+    dumped = met["decode-1-1"].model_dump()
+    assert dumped["engine"]["parallel"]["data_parallel_size"] == 2
+    assert dumped["group"]["rendezvous"] == "127.0.0.1:1"
+
+
+def test_two_sizes_of_a_group_are_refused(toml):
+    flags = ["prefill.replicas=0", "decode.engine.type=vllm", "decode.data-parallel-size=2"]
+    flags += ["decode.engine.parallel.expert-parallel=true", "decode.engine.parallel.data-parallel-size=4"]
+    with pytest.raises(ConfigError, match=r"data_parallel_size is 2; set one of them"):
+        check(load_config(RUN_CONFIG, [toml], flags))
 
 
 def test_each_process_is_told_who_it_is_and_where_its_files_are(configs, run):
