@@ -27,6 +27,7 @@ from slipstream.common.errors import (
     GroupSplit,
     GroupVetoed,
     NotGroupLeader,
+    Unreachable,
     UpdateInProgress,
     UpdateNotOpen,
     VersionNotNewer,
@@ -44,6 +45,7 @@ log = structlog.get_logger()
 BEGIN_TIMEOUT_S = 120.0
 APPLY_TIMEOUT_S = 300.0
 SHORT_TIMEOUT_S = 5.0
+RECONNECT_S = 1.1
 LOOK_TIMEOUT_S = 2.0
 LOOK_INTERVAL_S = 1.0
 SILENT_LOOKS = 3
@@ -180,9 +182,7 @@ class Leader:
         asked.CopyFrom(request)
         asked.worker_epoch, asked.leader_epoch = "", self._epoch
         calls: list[Awaitable[Any]] = [_begin_here(self._updates, request)]
-        calls += [
-            _answer(stub.BeginUpdate(asked, timeout=BEGIN_TIMEOUT_S), rank) for rank, stub in self._followers.items()
-        ]
+        calls += [self._begin_at(rank, asked) for rank in self._followers]
         answers = dict(zip((0, *self._followers), await asyncio.gather(*calls, return_exceptions=True), strict=True))
         behind = [rank for rank, answer in answers.items() if not isinstance(answer, VersionNotNewer)]
         errors = [answer for answer in answers.values() if isinstance(answer, BaseException)]
@@ -235,6 +235,15 @@ class Leader:
         return worker_pb2.VoteUpdateResponse(passed=not failure, failure=failure)
 
     # --- Inside --------------------------------------------------------------------------------------
+
+    async def _begin_at(self, rank: int, asked: worker_pb2.BeginUpdateRequest) -> worker_pb2.BeginUpdateResponse:
+        stub = self._followers[rank]
+        try:
+            return await _answer(stub.BeginUpdate(asked, timeout=BEGIN_TIMEOUT_S), rank)
+        except Unreachable:
+            # A channel that failed tries again within a second: the rank may have come back meanwhile.
+            await asyncio.sleep(RECONNECT_S)
+            return await _answer(stub.BeginUpdate(asked, timeout=BEGIN_TIMEOUT_S), rank)
 
     async def _cast(self, update: GroupUpdate, rank: int, stage: str, held_slices: bytes, failure: str) -> str:
         if update.ballot is None:
