@@ -36,9 +36,9 @@ class MooncakeBlocks:
     """Blocks of one layout. All methods but `close` may be called from several threads."""
 
     def __init__(self, master: str, lent_bytes: int, host: str, layout: bytes) -> None:
+        check_reachable(master)
         from mooncake.store import MooncakeDistributedStore
 
-        check_reachable(master)
         self._layout = layout
         self._failed_until_s = 0.0
         self.rejected_files = self.failed_writes = 0
