@@ -17,11 +17,9 @@ from slipstream.common.errors import RoutesUnknown
 from slipstream.engine.base import DecodeRequest
 from tests.engine.bench import Bench, Factory, Finished, prompt_of, unique
 from tests.engine.engines import Embedded
-from tests.engine.oracle import SIZES
+from tests.engine.oracle import SIZES, near_tie
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-NEAR_TIE = 1e-5
 
 
 def rows_of(bench: Bench, request: DecodeRequest, index: int, prompt_rows: np.ndarray | None = None) -> np.ndarray:
@@ -47,9 +45,9 @@ def compare(bench: Bench, request: DecodeRequest, samples: Sequence[Finished], f
         if rows is not None:
             assert len(rows) == len(tokens) - 1
             flipped = (np.sort(rows, -1) != np.sort(live.routes[:-1], -1)).any()
-            assert not flipped or live.margin < NEAR_TIE, "routes differ and no two experts were close"
+            assert not flipped or live.margin < near_tie(), "routes differ and no two experts were close"
             flips += int(flipped)
-        elif live.margin < NEAR_TIE:
+        elif live.margin < near_tie():
             flips += 1
             continue
         error = bench.error_of(request.token_ids, sample, rows, request.sampling.temperature)
@@ -135,7 +133,7 @@ async def test_logprobs_equal_those_of_the_embedded_engine(bench: Bench, model_d
             prompt = prompt_of(length, seed=4)
             for sample in await bench.ask(prompt, 6, max_new_tokens=40):
                 tokens = [*prompt, *sample.token_ids]
-                if bench.oracle.forward(tokens).margin < NEAR_TIE:
+                if bench.oracle.forward(tokens).margin < near_tie():
                     continue
                 expected = await reference.engine.probe(tokens, unique("salt"))
                 error = np.abs(np.array(sample.logprobs) - expected[length - 1 :]).max()

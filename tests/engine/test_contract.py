@@ -57,7 +57,7 @@ async def test_equal_weights_give_a_ratio_of_one_at_any_temperature(bench: Bench
         trainer = bench.oracle.forward(tokens).logprobs(tokens, len(prompt), temperature)
         off = float((torch.exp(trainer - torch.tensor(sample.logprobs)) - 1).abs().max())
         figure(f"ratio minus one at temperature {temperature}", off)
-        assert off <= 1e-4
+        assert off <= max(1e-4, bench.kind.tolerance / 5)
 
 
 async def test_tokens_are_drawn_with_the_probabilities_reported(bench: Bench):

@@ -13,8 +13,8 @@ from slipstream.engine.base import DecodeRequest
 from slipstream.engine.routes import RouteRows
 from tests.engine.bench import Bench, Finished, prompt_of, unique, until
 from tests.engine.engines import CHUNK_TOKENS
-from tests.engine.oracle import Forward, crossing
-from tests.engine.test_agreement import NEAR_TIE, rows_of
+from tests.engine.oracle import Forward, crossing, near_tie
+from tests.engine.test_agreement import rows_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 def agreed(rows: np.ndarray, oracle: Forward) -> np.ndarray:
     """At which positions these are the oracle's experts, in any order. Near-ties are no evidence either way."""
     equal = (np.sort(rows, -1) == np.sort(oracle.routes[: len(rows)], -1)).all((1, 2))
-    return equal | (oracle.margin < NEAR_TIE)
+    return equal | (oracle.margin < near_tie())
 
 
 def same(rows: np.ndarray, oracle: Forward) -> bool:
@@ -78,7 +78,9 @@ async def test_rows_that_an_earlier_turn_has_are_not_recorded_again(bench: Bench
     routes = bench.engine.routes(request.request_id)
     assert (routes.first_position, routes.end, routes.unknown_ranges) == (told, len(later) - 1, ())
     oracle = bench.oracle.forward(tokens_of(request, sample))
-    assert oracle.margin < NEAR_TIE or (np.sort(routes.rows, -1) == np.sort(oracle.routes[told : routes.end], -1)).all()
+    assert (
+        oracle.margin < near_tie() or (np.sort(routes.rows, -1) == np.sort(oracle.routes[told : routes.end], -1)).all()
+    )
 
 
 async def test_an_update_between_the_parts_of_a_prompt_shows_in_its_rows(bench: Bench):
@@ -162,6 +164,6 @@ async def test_positions_whose_experts_no_one_here_knows_are_said_to_be_unknown(
     oracle = bench.oracle.forward(tokens_of(request, sample))
     known = routes.rows[routes.known()]
     assert (
-        oracle.margin < NEAR_TIE
+        oracle.margin < near_tie()
         or (np.sort(known, -1) == np.sort(oracle.routes[: routes.end][routes.known()], -1)).all()
     )

@@ -16,8 +16,8 @@ from slipstream.engine.base import DecodeRequest, PausedEngine
 from slipstream.engine.worker.verification import Verification
 from slipstream.weights.manifest import Manifest, Probe, describe_tensors
 from tests.engine.bench import Bench, Finished, prompt_of, until
-from tests.engine.oracle import SIZES, Oracle, crossing, tensors
-from tests.engine.test_agreement import NEAR_TIE, rows_of
+from tests.engine.oracle import SIZES, Oracle, crossing, near_tie, tensors
+from tests.engine.test_agreement import rows_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -101,9 +101,9 @@ def compare_crossing(
     bounds = [(end, seeds[version]) for version, end in zip(seen, [*ends, len(tokens) - 1], strict=True)]
     live = crossing(tokens[:-1], bounds)
     rows = rows_of(bench, request, index) if request.capture_routes else None
-    if rows is not None and live.margin >= NEAR_TIE:
+    if rows is not None and live.margin >= near_tie():
         assert (np.sort(rows, -1) == np.sort(live.routes, -1)).all()
-    elif live.margin < NEAR_TIE and rows is None:
+    elif live.margin < near_tie() and rows is None:
         return
     forward = live if rows is None else crossing(tokens[:-1], bounds, rows)
     temperature = request.sampling.temperature
@@ -142,7 +142,9 @@ async def test_no_token_of_new_weights_comes_before_their_verdict(bench: Bench, 
     prompt = prompt_of(20)
     logprobs = Oracle(2).forward(prompt).logprobs(prompt, 1) + off
     slices, _ = describe_tensors({name: tensor.numpy() for name, tensor in tensors(2).items()})
-    verify = Verification(Manifest(version, slices, Probe(tuple(prompt), tuple(logprobs.tolist()), 1e-3)))
+    verify = Verification(
+        Manifest(version, slices, Probe(tuple(prompt), tuple(logprobs.tolist()), max(1e-3, bench.kind.tolerance)))
+    )
     decoded: list[int] = []
 
     def verdict(paused: PausedEngine) -> None:

@@ -69,6 +69,8 @@ FORGET_TIMEOUT_S = 60.0
 GREEDY_BELOW = 1e-5
 """Temperatures that vLLM's sampler takes for 0."""
 SHUTDOWN_TIMEOUT_S = 10.0
+REPORT_INTERVAL_S = 0.1
+"""A report may have been given while a step was under way, after which no other came."""
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -259,6 +261,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
+            flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
             extra_args=self._offload.extra_args(request.salt),
         )
@@ -297,8 +300,8 @@ class VllmEngine:
             cached = sample.cached_token_count > 0
             sample.kv_oldest = min(first, self._oldest(open_request.request.salt)) if cached else first
         sample.token_ids += news.token_ids
-        for token_id, entry in zip(news.token_ids, news.logprobs or (), strict=True):
-            sample.logprobs.append(entry[token_id].logprob)
+        if news.token_ids:
+            sample.logprobs += news.logprobs.logprobs  # flat: one for each token, as none but the sampled is asked for
         if output.finished:
             if news.routed_experts is not None and open_request.request.capture_routes:
                 preempted = output.metrics is not None and output.metrics.num_preemptions > 0
@@ -377,9 +380,13 @@ class VllmEngine:
         self._report_number += 1
         number = self._report_number
         async with asyncio.timeout(ABORT_TIMEOUT_S):
-            await self._llm.engine_core.call_utility_async("slipstream_report", number)
-            while self._counters.cache.report_number < number:
-                await self._counters.next_record()
+            while True:
+                await self._llm.engine_core.call_utility_async("slipstream_report", number)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REPORT_INTERVAL_S):
+                        while self._counters.cache.report_number < number:
+                            await self._counters.next_record()
+                        return
 
     def check(self, request: DecodeRequest) -> None:
         check_decode(request, self._version, self.limits, self.capabilities)

@@ -81,7 +81,7 @@ class CacheMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.report_number = 0
+        self.report_number = self._reported = 0
         self._ledger = CacheLedger(MEDIUM_GPU)  # vLLM's word for the first tier, on the CPU too
         self.kv_event_publisher = LedgerPublisher(self._ledger)
 
@@ -97,7 +97,9 @@ class CacheMixin(Scheduler):
         if stats is not None:
             dead_blocks = sum(map(self._evict_blocks_of, self.running))
             self._ledger.absorb(self.kv_cache_manager.take_events() or ())
-            news = {"dead_blocks": dead_blocks, "events": self._ledger.take(), "report": self.report_number}
+            if not self.deferred_frees:  # else a step is under way that may still write to blocks of what was aborted
+                self._reported = self.report_number
+            news = {"dead_blocks": dead_blocks, "events": self._ledger.take(), "report": self._reported}
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), NEWS: news}
         return stats
 
@@ -152,8 +154,12 @@ class AsyncProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, ProbeMixin, A
 
 
 def _report(core: Any, number: int) -> None:
-    """Tell how things stand now, in a pause too, with this number."""
-    core.scheduler.report_number = number
+    """Tell how things stand, in a pause too; with this number once all blocks are free that are about to be."""
+    scheduler = core.scheduler
+    scheduler.report_number = number
+    if scheduler.deferred_frees and not core.batch_queue:  # no step is under way, and none may come
+        scheduler.processed_step_seq = scheduler.sched_step_seq
+        scheduler._drain_deferred_frees()
     core.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=core.scheduler.make_stats())))
 
 
