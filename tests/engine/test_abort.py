@@ -49,9 +49,8 @@ async def abort_queued(bench: Bench, number: int, _: Bench) -> bool:
     while not ended and not waiting.done():  # what waits may have been another
         ended = await bench.engine.abort(request.request_id)
     samples = await waiting
-    if not ended:  # it ran through before
+    if ended < SAMPLES:  # one ran through before
         return False
-    assert ended == SAMPLES
     assert {sample.finish_reason for sample in samples} == {"aborted"}
     return not any(sample.token_ids for sample in samples)
 

@@ -138,6 +138,9 @@ class Prefills:
             await self._llm.abort([entry.vllm_id], internal=True)
         assert entry.task is not None
         await asyncio.wait((entry.task,))
+        # It may have come to its end before vLLM heard of the abort: then its KV is held, and nobody was told.
+        if held := await self._llm.engine_core.call_utility_async("slipstream_held", [entry.vllm_id]):
+            await self._free(held)
         return 1
 
     async def stop(self) -> None:

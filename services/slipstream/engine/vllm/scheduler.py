@@ -168,5 +168,12 @@ def _end_salt(core: Any, salt: str) -> None:
     _report(core, core.scheduler.report_number)
 
 
+def _held(core: Any, request_ids: list[str]) -> list[str]:
+    """Those of the requests that have ended, and whose KV is kept for others."""
+    requests = core.scheduler.requests
+    return [each for each in request_ids if each in requests and requests[each].is_finished()]
+
+
+EngineCoreProc.slipstream_held = _held  # type: ignore[attr-defined]
 EngineCoreProc.slipstream_report = _report  # type: ignore[attr-defined]
 EngineCoreProc.slipstream_end_salt = _end_salt  # type: ignore[attr-defined]
