@@ -62,7 +62,7 @@ class Connector:
         }
         if self._config.connector == "nixl":
             ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_HOST"], ENVIRONMENT["VLLM_NIXL_SIDE_CHANNEL_PORT"] = host, port
-            ways = "tcp,self" if torch.version.cuda is None else "cuda_ipc,cuda_copy,sm,tcp,self"
+            ways = "sm,tcp,self" if torch.version.cuda is None else "cuda_ipc,cuda_copy,sm,tcp,self"
             ENVIRONMENT.setdefault("UCX_TLS", ways)
             extra = {"kv_lease_duration": _BACKSTOP_S}
             return KVTransferConfig(kv_connector="NixlConnector", kv_connector_extra_config=extra, **common)
