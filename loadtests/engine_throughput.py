@@ -105,15 +105,16 @@ class Host:
         self.sizes = sizes
         self.engine: VllmEngine = VllmEngine(directory / "model", sizes, self.config)
         self.step = 0
+        self._tensors: dict[str, torch.Tensor] = {}
 
     async def update(self, count: int = 1) -> dict[str, float]:
         """The next version, of other random weights; returns what the last one cost."""
         from slipstream.common.version import PolicyVersion
 
         for _ in range(count):
-            tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
+            self._tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
             started_s = time.monotonic()
-            report = await self.engine.update(PolicyVersion(1, self.step), tensors, self._verify)
+            report = await self.engine.update(PolicyVersion(1, self.step), self._tensors, self._verify)
             self.step += 1
         return {
             "bytes": report.size_bytes,
@@ -128,8 +129,7 @@ class Host:
         """As a worker does: a sample of the parameters, and a probe."""
         import numpy as np
 
-        live = paused.parameters()
-        tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
+        live, tensors = paused.parameters(), self._tensors
         for name in list(tensors)[:: max(len(tensors) // 8, 1)]:
             assert np.array_equal(np.asarray(live[name], np.float32), tensors[name].float().numpy()), name
         assert all(value <= 0 for value in paused.probe(list(range(16))))

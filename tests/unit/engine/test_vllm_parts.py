@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import WeightsCorrupt
@@ -27,6 +28,7 @@ from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.draws import PositionGenerator, position_seed
 from slipstream.engine.vllm.installed import find_vllm
 from slipstream.engine.vllm.layout import Layout, group
+from slipstream.engine.vllm.live import LiveWeights
 from slipstream.engine.vllm.process import SocketDirectory
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
@@ -176,6 +178,29 @@ def test_groups_are_in_the_order_of_vllms_parameters():
     assert groups[("m.experts", "w2_weight")] == [f"{e}.down_proj.weight" for e in range(12)]
     assert groups[("m.self_attn.qkv_proj", "weight")] == [f"{part}_proj.weight" for part in "qkv"]
     assert groups[("m.norm", "weight")] == ["weight"]
+
+
+def test_of_a_parameter_only_what_is_asked_for_is_read_and_what_equals_the_applied_keeps_its_zeros():
+    class Plain(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    applied = {f"m.self_attn.{part}_proj.weight": torch.randn(2, 3) for part in "qkv"} | {
+        "m.norm.weight": -torch.zeros(3)
+    }
+    model, attention, layer = nn.Module(), nn.Module(), nn.Module()
+    model.m, layer.self_attn, layer.norm = layer, attention, Plain(torch.zeros(3))
+    attention.qkv_proj = Plain(torch.cat([applied[f"m.self_attn.{part}_proj.weight"] for part in "qkv"]))
+    attention.qkv_proj.weight[5, 0] += 1  # of the values
+    live = LiveWeights(model, group({name: tuple(tensor.shape) for name, tensor in applied.items()}), applied)
+    names = {"m.self_attn.k_proj.weight", "m.self_attn.v_proj.weight", "m.norm.weight"}
+    read = live.tensors(names)
+    assert read.keys() == names
+    assert read["m.self_attn.k_proj.weight"] is applied["m.self_attn.k_proj.weight"]
+    assert torch.signbit(read["m.norm.weight"]).all()
+    changed = read["m.self_attn.v_proj.weight"] - applied["m.self_attn.v_proj.weight"]
+    assert torch.equal(changed != 0, torch.tensor([[False] * 3, [True, False, False]]))
 
 
 def test_large_models_are_read_back_as_they_are_asked_for():

@@ -40,8 +40,10 @@ class LiveWeights:
         """Some of the parameters that were applied, as they are in use, in host memory and the dtype applied."""
         live: dict[str, Tensor] = {}
         for group in self._groups:
-            if not names.isdisjoint(group.names):
-                live.update(self._read(group))
+            wanted = names.intersection(group.names)
+            if wanted:
+                parameter = self.parameter(group)
+                live.update(self._read(group) if parameter is None else self._cut(group, parameter, wanted))
         return {name: live[name] for name in names}
 
     def parameter(self, group: Group) -> Tensor | None:
@@ -68,10 +70,8 @@ class LiveWeights:
 
     def _read(self, group: Group) -> dict[str, Tensor]:
         applied = [self._applied[name] for name in group.names]
-        parameter, module = self.parameter(group), self.module(group)
-        if parameter is not None:
-            whole = parameter.flatten()[: self._size(group)].cpu()
-        elif group.parameter == "weight":
+        module = self.module(group)
+        if group.parameter == "weight":
             whole = self._linear(module, applied[0].shape[1]).flatten()[: self._size(group)].cpu()
         elif _quantised(module):
             whole = _dequantise(module, group.parameter).flatten().cpu()
@@ -87,6 +87,17 @@ class LiveWeights:
             same = torch.equal(whole, before)
         parts = (before if same else whole.to(before.dtype)).split([tensor.numel() for tensor in applied])
         return {name: p.view(t.shape) for name, p, t in zip(group.names, parts, applied, strict=True)}
+
+    def _cut(self, group: Group, parameter: Tensor, wanted: Set[str]) -> dict[str, Tensor]:
+        """Some tensors out of a parameter that is just them: the rest of it is not moved."""
+        flat, found, at = parameter.flatten(), {}, 0
+        for name in group.names:
+            applied = self._applied[name]
+            if name in wanted:
+                live = flat[at : at + applied.numel()].cpu().view(applied.shape)
+                found[name] = applied if torch.equal(live, applied) else live
+            at += applied.numel()
+        return found
 
     def _size(self, group: Group) -> int:
         return sum(self._applied[name].numel() for name in group.names)
