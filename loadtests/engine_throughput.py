@@ -254,6 +254,7 @@ class Client:
 
     async def start(self, stack: AsyncExitStack, capture_routes: bool) -> None:
         from slipstream.api.inference.v1 import decode_pb2_grpc
+        from slipstream.api.rollout.v1 import rows_pb2_grpc
         from slipstream.common.auth import Access
         from slipstream.common.channel import open_channel
 
@@ -275,6 +276,8 @@ class Client:
         channel = open_channel(place["address"], Access())
         stack.push_async_callback(channel.close)
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._rows = rows_pb2_grpc.RowsServiceStub(channel)
+        self._held: list[str] = []
 
     async def ask(self, name: str, **values: Any) -> Any:
         assert self._process.stdin is not None
@@ -301,7 +304,16 @@ class Client:
         count = 0
         async for message in self._stub.Decode(request, timeout=120):
             count += sum(len(chunk.token_ids) for chunk in message.chunks)
+        self._held += [name, f"{name}/0"]
         return count
+
+    async def release(self) -> None:
+        """Give up the routes of all requests, as who trains on them does once they are fetched."""
+        from slipstream.api.rollout.v1 import rows_pb2
+
+        held, self._held = self._held, []
+        for at in range(0, len(held), 10_000):
+            await self._rows.ReleaseRows(rows_pb2.ReleaseRowsRequest(request_id="load", keys=held[at : at + 10_000]))
 
     capture_routes = True
 
@@ -422,6 +434,7 @@ async def memory(client: Client, options: argparse.Namespace) -> float:
     batch = max(options.requests // MEMORY_SAMPLES, 1)
     for done in range(0, options.requests, batch):
         await asyncio.gather(*(client.one(done + at, [at % options.vocab] * 8) for at in range(batch)))
+        await client.release()
         points.append((done + batch, await client.ask("memory")))
     return 100 * slope(points[len(points) // 3 :])
 
