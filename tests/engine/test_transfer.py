@@ -14,9 +14,9 @@ from slipstream.common.errors import KvMismatch, KvTransferFailed, KvUnknown, Un
 from slipstream.engine.base import FRAMES, KvPayload, KvReference
 from tests.engine.bench import Bench, prompt_of, unique, until
 from tests.engine.engines import TRANSFER_TIMEOUT_S
-from tests.engine.oracle import crossing
+from tests.engine.oracle import crossing, near_tie
 from tests.engine.peer import Peer
-from tests.engine.test_agreement import NEAR_TIE, rows_of
+from tests.engine.test_agreement import rows_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -45,7 +45,7 @@ async def test_routes_of_what_came_from_elsewhere_are_unknown_here_and_known_the
     transferred = min(second.cached_token_count, len(prompt) - 1)
     assert here.unknown_ranges == ((0, transferred),)
     live = bench.oracle.forward([*request.token_ids, *second.token_ids])
-    assert live.margin > NEAR_TIE
+    assert live.margin > near_tie()
     for rows in (there, here):
         known = rows.known()
         expected = live.routes[rows.first_position : rows.end]
@@ -56,7 +56,7 @@ async def test_prefills_that_hit_the_cache_and_are_cut_have_the_oracles_routes(p
     prompt, salt = prompt_of(200, seed=4), unique("salt")
     jobs = [prefiller.prefill_request(prompt[:count], salt) for count in (2 * prefiller.block + 3, 200)]
     live = prefiller.oracle.forward(prompt)
-    assert live.margin > NEAR_TIE
+    assert live.margin > near_tie()
     for job, cached in zip(jobs, (0, 2 * prefiller.block), strict=True):
         result = await prefiller.engine.prefill(job)
         assert result.cached_token_count == cached
@@ -88,7 +88,7 @@ async def test_a_prompt_handed_over_and_an_update_in_mid_flight_equal_an_oracle_
         bounds = [(swapped, 1), (len(tokens) - 1, 2)]
         rows = rows_of(bench, request, index, prompt_rows)
         live = crossing(tokens[:-1], bounds)
-        assert live.margin < NEAR_TIE or (np.sort(rows, -1) == np.sort(live.routes, -1)).all()
+        assert live.margin < near_tie() or (np.sort(rows, -1) == np.sort(live.routes, -1)).all()
         expected = crossing(tokens[:-1], bounds, rows).logprobs(tokens, len(prompt))
         error = float((torch.tensor(sample.logprobs) - expected).abs().max())
         figure("largest difference of log-probabilities over a transfer and an update", error)
