@@ -158,7 +158,10 @@ async def test_no_token_of_new_weights_comes_before_their_verdict(bench: Bench, 
     versions: list[PolicyVersion] = []
 
     async def listen() -> None:
-        async for chunk in bench.engine.decode(bench.request(prompt_of(9), samples=4, max_new_tokens=200), flush_s=0.0):
+        # As many as run at once: the probe finds a place beside them.
+        samples = bench.engine.limits.max_running_samples
+        request = bench.request(prompt_of(9), samples=samples, max_new_tokens=100)
+        async for chunk in bench.engine.decode(request, flush_s=0.0):
             versions.extend(sampler for _, sampler in chunk.versions)
             assert version not in versions or verdicts, "a token came before the verdict"
 

@@ -12,8 +12,7 @@ from typing import Any
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
 from slipstream.common.tls import try_certificates
-from slipstream.engine.vllm.connector import check_connector
-from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.installed import check_connector, find_vllm
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.engine.vllm import connector, installed
+from slipstream.engine.vllm import installed
 from slipstream.launcher.cli import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -196,7 +196,7 @@ def test_a_run_on_vllm_where_that_is_not_installed_is_told_what_to_type(refused,
 
 
 def test_a_connector_that_is_not_installed_is_told_of_before_any_start(refused, monkeypatch):
-    monkeypatch.setitem(connector._PACKAGES, "mooncake", "not_installed")
+    monkeypatch.setitem(installed._PACKAGES, "mooncake", "not_installed")
     pools = [
         f"--{pool}.engine.{words}" for pool in ("prefill", "decode") for words in ("type=vllm", "connector=mooncake")
     ]

@@ -12,6 +12,9 @@ from slipstream.engine.vllm.offload.config import NativeOffloadConfig
 from slipstream.engine.vllm.parallel import ParallelConfig
 from slipstream.models.base import Sizes
 
+PROBE_PLACES = 1
+"""Samples beside those that run: a probe finds a place while all of them are paused."""
+
 BLOCK_MULTIPLE = 32
 """vLLM's attention on the CPU takes no other block size."""
 

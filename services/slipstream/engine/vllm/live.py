@@ -144,7 +144,8 @@ def _dequantise(module: Any, parameter: str) -> Tensor:
     if scale is None:
         scale = getattr(module, f"{name}_weight_scale")
     scale = scale.float()
-    if scale.ndim == 3 and scale.shape[2] > 1:
+    blocks = tuple(-(-size // 128) for size in weight.shape[1:])
+    if scale.ndim == 3 and scale.shape[1:] == blocks:
         scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
         return weight * scale[:, : weight.shape[1], : weight.shape[2]]
     return weight * scale.reshape(weight.shape[0], -1, 1)

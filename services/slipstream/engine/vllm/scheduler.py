@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 
 from slipstream.engine.vllm.cache import NEWS, CacheLedger
+from slipstream.engine.vllm.config import PROBE_PLACES
 from slipstream.engine.vllm.offload.names import FIGURES
 from slipstream.engine.vllm.transfers import TransferMixin
 
@@ -34,6 +35,10 @@ def _probes(requests: Any) -> list[Any]:
 
 class ProbeMixin(Scheduler):
     """Runs probes in a pause."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_num_running_reqs -= PROBE_PLACES  # on a GPU, what is paused keeps its place among those that run
 
     def get_num_unfinished_requests(self) -> int:
         if self._pause_state != PauseState.PAUSED_ALL:
