@@ -23,7 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "engine that tests/engine runs on: embedded or vllm; without it all of them"
     parser.addoption("--engine", action="append", help=help_text)
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="what vLLM runs on in tests/engine")
-    parser.addoption("--connector", choices=("nixl", "none"), default="nixl", help="of vLLM in tests/engine")
+    parser.addoption(
+        "--connector", choices=("nixl", "mooncake", "none"), default="nixl", help="of vLLM in tests/engine"
+    )
     parser.addoption("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="vLLM's, there")
 
 

@@ -12,7 +12,7 @@ import torch
 from slipstream.models.checkpoint import save_model
 from tests.engine import oracle
 from tests.engine.bench import Bench, Factory
-from tests.engine.engines import BY_NAME, ENGINES, EngineUnderTest, Limits, Vllm
+from tests.engine.engines import ENGINES, EngineUnderTest, Limits, Vllm
 from tests.engine.oracle import weights
 
 _figures: dict[tuple[str, str], float] = {}
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run bodies on the engines of `--engine`."""
     if "kind" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--engine")
-        kinds = [kind for kind in BY_NAME if kind.name in chosen] if chosen else ENGINES
+        kinds = [kind for kind in ENGINES if not chosen or kind.name in chosen]
         metafunc.parametrize("kind", kinds, ids=[kind.name for kind in kinds], indirect=True, scope="session")
 
 

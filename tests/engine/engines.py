@@ -99,10 +99,7 @@ class Vllm:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     connector: Literal["nixl", "mooncake", "none"] = "nixl"
     side_channel_port: int = 0
-
-    @property
-    def name(self) -> str:
-        return "vllm-mooncake" if self.connector == "mooncake" else "vllm"
+    name = "vllm"
 
     @property
     def tolerance(self) -> float:
@@ -138,5 +135,3 @@ class Vllm:
 
 
 ENGINES: list[EngineUnderTest] = [Embedded(), Vllm()]
-BY_NAME: list[EngineUnderTest] = [*ENGINES, Vllm(connector="mooncake")]
-"""Also those that run only when they are asked for."""

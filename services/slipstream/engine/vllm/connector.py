@@ -10,6 +10,7 @@ frees it by `slipstream_release_kv` when nobody may read it any more.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from typing import Any
@@ -42,7 +43,7 @@ class Connector:
         from vllm.config import KVTransferConfig
 
         host, port = self._config.side_channel_host, str(self._port)
-        common = {
+        common: dict[str, Any] = {
             "engine_id": self._engine_id,
             "kv_role": "kv_both",
             "kv_buffer_device": "cpu" if torch.version.cuda is None else "cuda",
@@ -56,7 +57,9 @@ class Connector:
             extra = {"kv_lease_duration": _BACKSTOP_S}
             return KVTransferConfig(kv_connector="NixlConnector", kv_connector_extra_config=extra, **common)
         ENVIRONMENT["VLLM_HOST_IP"], ENVIRONMENT["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = host, port
-        ENVIRONMENT["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(_BACKSTOP_S)
+        # How long Mooncake holds for others; and the blocks here of a request whose other side died.
+        longest_s = math.ceil(2 * self._config.transfer_ttl_s + self._config.transfer_timeout_s)
+        ENVIRONMENT["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(longest_s)
         return KVTransferConfig(
             kv_connector="HostMooncakeConnector",
             kv_connector_module_path="slipstream.engine.vllm.mooncake",

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 from vllm.utils.network_utils import get_ip
 
-_bootstrap_server: Any = upstream.MooncakeBootstrapServer
+_bootstrap_server: Any = upstream.MooncakeBootstrapServer  # type: ignore[attr-defined]
 
 
 def _own_interface(host: str, port: int) -> Any:
