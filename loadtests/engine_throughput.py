@@ -427,16 +427,16 @@ async def large_update(client: Client, options: argparse.Namespace, turns: int) 
 
 
 async def memory(client: Client, options: argparse.Namespace) -> float:
-    """Slope of the worker's memory over the requests, after the first third."""
+    """Slope of the worker's memory over the requests, after twice as many that fill its caches and tables."""
     from soak import slope
 
     points: list[tuple[int, float]] = []
     batch = max(options.requests // MEMORY_SAMPLES, 1)
-    for done in range(0, options.requests, batch):
-        await asyncio.gather(*(client.one(done + at, [at % options.vocab] * 8) for at in range(batch)))
+    for done in range(-2 * options.requests, options.requests, batch):
+        await asyncio.gather(*(client.one(abs(done) + at, [at % options.vocab] * 8) for at in range(batch)))
         await client.release()
         points.append((done + batch, await client.ask("memory")))
-    return 100 * slope(points[len(points) // 3 :])
+    return 100 * slope([point for point in points if point[0] > 0])
 
 
 def report(results: dict[str, Any], device: str) -> int:
