@@ -6,8 +6,8 @@
 One decode worker's process, with the gRPC servicers in front and a vLLM engine inside, serves a random model. The same
 engine is called in its own process, by vLLM's interface, and through the service, in turns. Ratios of output tokens a
 second at `--concurrent` samples: service / vLLM (0.97 on a GPU), capture of routes on / off (0.97 on a GPU), an update
-every 2 s / none (0.95 on a GPU). Then 2,000 requests, over which the worker's memory may rise by 0.1 MB per 100. On
-CPUs the ratios are only printed: worker, vLLM and caller share the cores. Writes JSON where `--json` says.
+every 2 s / none (0.95 on a GPU). Then 2,000 requests, over which the memory of the worker's process may rise by 0.1 MB
+per 100. On CPUs the ratios are only printed: worker, vLLM and caller share the cores. Writes JSON where `--json` says.
 """
 
 from __future__ import annotations
@@ -107,15 +107,14 @@ class Host:
         self.step = 0
         self._tensors: dict[str, torch.Tensor] = {}
 
-    async def update(self, count: int = 1) -> dict[str, float]:
-        """The next version, of other random weights; returns what the last one cost."""
+    async def update(self) -> dict[str, float]:
+        """The next version, of other random weights; returns what it cost."""
         from slipstream.common.version import PolicyVersion
 
-        for _ in range(count):
-            self._tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
-            started_s = time.monotonic()
-            report = await self.engine.update(PolicyVersion(1, self.step), self._tensors, self._verify)
-            self.step += 1
+        self._tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
+        started_s = time.monotonic()
+        report = await self.engine.update(PolicyVersion(1, self.step), self._tensors, self._verify)
+        self.step += 1
         return {
             "bytes": report.size_bytes,
             "transfer_s": report.transfer_s,
@@ -161,12 +160,12 @@ class Host:
 
         return (await throughput(one, self.options, turns)).per_s
 
-    def memory_mb(self) -> float:
-        """Anonymous memory of this process and vLLM's."""
+    def memory_mb(self) -> tuple[float, float]:
+        """Anonymous memory of this process, and of vLLM's."""
         from soak import children, memory_mb
 
         own = os.getpid()
-        return sum(memory_mb(pid) or 0.0 for pid in (own, *children(own)))
+        return memory_mb(own) or 0.0, sum(memory_mb(pid) or 0.0 for pid in children(own))
 
 
 def random_weights(shapes: Any, dtype: str, seed: int) -> dict[str, torch.Tensor]:
@@ -284,8 +283,8 @@ class Client:
         self._process.stdin.write(json.dumps({"name": name, **values}).encode() + b"\n")
         return await self._answer()
 
-    async def one(self, number: int, prompt: list[int]) -> int:
-        """A decode call as the runner makes it."""
+    async def one(self, number: int, prompt: list[int], salt: str = "") -> int:
+        """A decode call as the runner makes it; without a salt it hits nothing of any other."""
         from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
         from slipstream.api.types.v1 import types_pb2
 
@@ -294,7 +293,7 @@ class Client:
         request = decode_pb2.DecodeRequest(
             request_id=name,
             worker_epoch=self.epoch,
-            salt=name,
+            salt=salt or name,
             prompt=prefill_pb2.Prompt(new_token_ids=prompt),
             sample_ids=[f"{name}/0"],
             sampling=types_pb2.Sampling(max_new_tokens=self.options.output_tokens, seed=number, temperature=1.0),
@@ -304,7 +303,7 @@ class Client:
         count = 0
         async for message in self._stub.Decode(request, timeout=120):
             count += sum(len(chunk.token_ids) for chunk in message.chunks)
-        self._held += [name, f"{name}/0"]
+        self._held += [f"d/{name}", f"d/{name}/0"]  # as the worker calls them
         return count
 
     async def release(self) -> None:
@@ -396,7 +395,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         if "large_update" in parts:
             note("large_update", await large_update(client, options, 2 * turns))
         if "memory" in parts:
-            note("memory_mb_per_100", await memory(client, options))
+            own, others = await memory(client, options)
+            note("memory_mb_per_100", own)
+            note("memory_mb_per_100_of_vllm", others)
     if "capture" in parts:
         async with AsyncExitStack() as stack:
             client = Client(options)
@@ -412,7 +413,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 async def large_update(client: Client, options: argparse.Namespace, turns: int) -> dict[str, Any]:
     """One update under load: what it took, and the tokens that were not sampled for it."""
-    await client.ask("update", count=2)  # both places in memory are ready
+    for _ in range(2):  # both places in memory are ready
+        await client.ask("update")
     without = await throughput(client.one, options, turns)
     load = asyncio.create_task(throughput(client.one, options, turns))
     await asyncio.sleep(without.seconds / 4)
@@ -426,17 +428,23 @@ async def large_update(client: Client, options: argparse.Namespace, turns: int) 
     return found
 
 
-async def memory(client: Client, options: argparse.Namespace) -> float:
-    """Slope of the worker's memory over the requests, after twice as many that fill its caches and tables."""
+async def memory(client: Client, options: argparse.Namespace) -> tuple[float, float]:
+    """Slopes of the memory of the worker's process and of vLLM's, after as many requests that fill tables and caches.
+
+    vLLM's goes on for some thousands, as the operators on the CPU keep what they made for each new size of a batch.
+    """
     from soak import slope
 
-    points: list[tuple[int, float]] = []
+    points: list[tuple[int, float, float]] = []
     batch = max(options.requests // MEMORY_SAMPLES, 1)
-    for done in range(-2 * options.requests, options.requests, batch):
-        await asyncio.gather(*(client.one(abs(done) + at, [at % options.vocab] * 8) for at in range(batch)))
+    for done in range(-options.requests, options.requests, batch):
+        await asyncio.gather(
+            *(client.one(abs(done) + at, [at % options.vocab] * 8, "one version") for at in range(batch))
+        )
         await client.release()
-        points.append((done + batch, await client.ask("memory")))
-    return 100 * slope([point for point in points if point[0] > 0])
+        if done >= 0:
+            points.append((done + batch, *await client.ask("memory")))
+    return 100 * slope([point[:2] for point in points]), 100 * slope([(at, of_vllm) for at, _, of_vllm in points])
 
 
 def report(results: dict[str, Any], device: str) -> int:

@@ -91,7 +91,7 @@ class Embedded:
         engine._core.blocks.check()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Vllm:
     """vLLM in its own process, on the CPU unless told; KV moves over NIXL, or by Mooncake's transfer engine."""
 

@@ -40,7 +40,7 @@ class LiveWeights:
         """Some of the parameters that were applied, as they are in use, in host memory and the dtype applied."""
         live: dict[str, Tensor] = {}
         for group in self._groups:
-            wanted = names.intersection(group.names)
+            wanted = names & set(group.names)
             if wanted:
                 parameter = self.parameter(group)
                 live.update(self._read(group) if parameter is None else self._cut(group, parameter, wanted))
