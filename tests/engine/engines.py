@@ -39,7 +39,8 @@ class Limits:
 class EngineUnderTest(Protocol):
     """Builds one kind of engine."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def tolerance(self) -> float:
