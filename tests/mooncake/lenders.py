@@ -1,4 +1,4 @@
-"""Bodies on blocks of a Mooncake store, in a process of their own: `python -m tests.offload.lenders MASTER`."""
+"""Bodies on blocks of a Mooncake store, in a process of their own: `python -m tests.mooncake.lenders MASTER`."""
 
 from __future__ import annotations
 

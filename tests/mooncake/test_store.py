@@ -52,7 +52,7 @@ def master() -> Iterator[str]:
 def test_blocks_in_the_store_are_hits_of_their_own_salt_and_layout_alone(master: str):
     """In a process of its own: Mooncake's threads may not be there when vLLM forks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = (sys.executable, "-m", "tests.offload.lenders", master)
+    command = (sys.executable, "-m", "tests.mooncake.lenders", master)
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
