@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from run_process import environment
+from run_process import RunProcess, environment
 
 from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
@@ -76,11 +76,16 @@ def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
 
 
 async def test_each_service_starts_by_hand_answers_and_drains(finished, tmp_path):
-    configs = finished.synchronous.path / "configs"
-    services = {replica: by_hand(replica, configs, tmp_path) for replica in REPLICAS}
+    services = {
+        replica: by_hand(replica, run_with(replica, finished).path / "configs", tmp_path) for replica in REPLICAS
+    }
     try:
-        token = read_token(finished.synchronous.path / "token")
-        await asyncio.gather(*(check(address_of(name, finished), token, one) for name, one in services.items()))
+        await asyncio.gather(
+            *(
+                check(address_of(name, finished), read_token(run_with(name, finished).path / "token"), one)
+                for name, one in services.items()
+            )
+        )
         for service in services.values():
             service.send_signal(signal.SIGTERM)
         codes = {replica: await asyncio.to_thread(service.wait, 15) for replica, service in services.items()}
@@ -105,7 +110,12 @@ def by_hand(replica: str, configs: Path, directory: Path) -> subprocess.Popen[by
 
 
 def address_of(replica: str, finished) -> str:
-    return f"127.0.0.1:{finished.synchronous.setting(replica, 'listen', 'port')}"
+    return f"127.0.0.1:{run_with(replica, finished).setting(replica, 'listen', 'port')}"
+
+
+def run_with(replica: str, finished) -> RunProcess:
+    """A run that had this service; the synchronous one had no prefill pool."""
+    return finished.bounded if replica == "prefill-1" else finished.synchronous
 
 
 def check_metrics(run) -> None:
