@@ -60,7 +60,8 @@ class KvClient:
         self._limit_bytes = limit_bytes
         """Most KV that a prompt of this model has."""
         self._channels = Channels(lambda address: open_channel(address, access))
-        self._fetched: defaultdict[str, list[str]] = defaultdict(list)
+        self._fetched: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        """Of a worker's address and epoch."""
 
     async def resolve(
         self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str
@@ -100,8 +101,9 @@ class KvClient:
 
     def release(self, handle: prefill_pb2.KvHandle) -> None:
         """Its KV is not needed any more."""
-        if len(self._fetched[handle.address]) < MAX_PENDING_RELEASES:
-            self._fetched[handle.address].append(handle.transfer_id)
+        fetched = self._fetched[handle.address, handle.worker_epoch]
+        if len(fetched) < MAX_PENDING_RELEASES:
+            fetched.append(handle.transfer_id)
 
     async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:
         """The KV that `handle` names. Ends in `timeout_s`, with `KvTransferFailed` if it did not come."""
@@ -139,8 +141,10 @@ class KvClient:
 
     async def release_fetched(self) -> None:
         fetched, self._fetched = self._fetched, defaultdict(list)
-        for address, transfer_ids in fetched.items():
-            request = prefill_pb2.ReleaseKvRequest(request_id=uuid4().hex, transfer_ids=transfer_ids)
+        for (address, epoch), transfer_ids in fetched.items():
+            request = prefill_pb2.ReleaseKvRequest(
+                request_id=uuid4().hex, transfer_ids=transfer_ids, worker_epoch=epoch
+            )
             try:
                 stub = prefill_pb2_grpc.KvServiceStub(self._channels.get(address))
                 await stub.ReleaseKv(request, timeout=RELEASE_TIMEOUT_S)

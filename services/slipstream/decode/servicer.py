@@ -63,6 +63,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Abort(
         self, request: decode_pb2.DecodeServiceAbortRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.DecodeServiceAbortResponse:
+        self._gate.check_epoch(request.worker_epoch)
         if request.request_id in self._fetching:  # it has no blocks yet, and will not ask for any
             self._fetching[request.request_id] = True
             return decode_pb2.DecodeServiceAbortResponse(found=True)

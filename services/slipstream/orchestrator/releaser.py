@@ -28,13 +28,14 @@ class RowsReleaser:
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], interval_s: float = 1.0) -> None:
         self._interval_s = interval_s
-        self._keys: dict[str, set[str]] = defaultdict(set)
+        self._keys: dict[tuple[str, str], set[str]] = defaultdict(set)
+        """Of a holder and its epoch."""
         self._channels = Channels(open_channel)
 
     def release(self, refs: Iterable[types_pb2.RowsRef]) -> None:
         """Release these rows with the next flush."""
         for ref in refs:
-            self._keys[ref.holder].add(ref.key)
+            self._keys[ref.holder, ref.holder_epoch].add(ref.key)
 
     async def run(self) -> None:
         """Flush for ever."""
@@ -45,16 +46,17 @@ class RowsReleaser:
     async def flush(self) -> None:
         """Send what was collected."""
         pending, self._keys = self._keys, defaultdict(set)
-        await asyncio.gather(*(self._flush_holder(holder, sorted(keys)) for holder, keys in pending.items()))
+        await asyncio.gather(*(self._flush_holder(*holder, sorted(keys)) for holder, keys in pending.items()))
 
     async def close(self) -> None:
         """Close the channels."""
         await self._channels.close()
 
-    async def _flush_holder(self, holder: str, keys: list[str]) -> None:
+    async def _flush_holder(self, holder: str, epoch: str, keys: list[str]) -> None:
         stub = rows_pb2_grpc.RowsServiceStub(self._channels.get(holder))
         for start in range(0, len(keys), _MAX_KEYS):
-            request = rows_pb2.ReleaseRowsRequest(request_id=uuid.uuid4().hex, keys=keys[start : start + _MAX_KEYS])
+            part = keys[start : start + _MAX_KEYS]
+            request = rows_pb2.ReleaseRowsRequest(request_id=uuid.uuid4().hex, keys=part, holder_epoch=epoch)
             try:
                 await stub.ReleaseRows(request, timeout=5.0)
             except grpc.aio.AioRpcError as error:

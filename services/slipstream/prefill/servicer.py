@@ -77,6 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Abort(
         self, request: prefill_pb2.PrefillServiceAbortRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.PrefillServiceAbortResponse:
+        self._gate.check_epoch(request.worker_epoch)
         held = self._engine.release_kv(request.request_id)
         ended = await self._engine.abort(request.request_id)
         return prefill_pb2.PrefillServiceAbortResponse(found=held or ended > 0)
@@ -126,6 +127,7 @@ class KvServicer(prefill_pb2_grpc.KvServiceServicer):
     async def ReleaseKv(
         self, request: prefill_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.ReleaseKvResponse:
+        self._gate.check_epoch(request.worker_epoch)
         released = sum(self._engine.release_kv(transfer_id) for transfer_id in request.transfer_ids)
         return prefill_pb2.ReleaseKvResponse(released_count=released)
 

@@ -19,6 +19,7 @@ from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.servicer import RowsServicer
 from slipstream.runner.spool import Spool
 from slipstream.runner.turns import TurnClient
+from slipstream.runner.watch import WorkerWatch
 
 
 async def run(config: RunnerConfig, arguments: list[str]) -> None:
@@ -35,9 +36,10 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     )
     peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config))
     environments = EnvironmentWorker(arguments, config.environment_timeout_s)
+    watch = WorkerWatch(peers.router)
     groups = GroupRunner(
         environments,
-        TurnClient(peers, config.block_size_tokens),
+        TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s),
         spool,
         address,
         epoch,
@@ -74,6 +76,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
                 "heartbeat": loops.heartbeat_loop,
                 "report": loops.report_loop,
                 "give_back": peers.give_back_loop,
+                "workers": watch.follow,
                 "rollouts": rollout_log.flush_loop,
             },
             on_drain=loops.drain,

@@ -34,6 +34,10 @@ class RunnerConfig(ServiceConfig):
     block_size_tokens: int = Field(default=8, ge=1)
     """KV block size of the workers, in tokens: what prefix hashes are computed over."""
 
+    prefill_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time that a prefill worker may take for one prompt, its queue included; then the turn is placed again.
+    One that the router hears nothing of for `router.worker_silence_s` is given up then, if there is another."""
+
     spool_limit_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Bytes of rows held for the trainer; above it no new group is taken."""
 

@@ -35,7 +35,8 @@ class Peers:
         self._prefill: dict[str, prefill_pb2_grpc.PrefillServiceStub] = {}
         self._decode: dict[str, decode_pb2_grpc.DecodeServiceStub] = {}
         self._placements: list[str] = []
-        self._route_keys: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._route_keys: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+        """Of a holder and its epoch."""
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
@@ -63,7 +64,7 @@ class Peers:
     def release_routes(self, refs: list[types_pb2.RowsRef]) -> None:
         """Queue routes that nobody will train on. A full queue leaves them to the holder's bound."""
         for ref in refs:
-            keys = self._route_keys[ref.holder]
+            keys = self._route_keys[ref.holder, ref.holder_epoch]
             if len(keys) < MAX_GIVE_BACK_ITEMS:
                 keys[ref.key] = None
 
@@ -80,9 +81,9 @@ class Peers:
         if placements:
             request = routing_pb2.ReleaseRequest(request_id=str(uuid4()), placement_ids=placements)
             calls.append(self.router.Release(request, timeout=GIVE_BACK_TIMEOUT_S))
-        for holder, keys in routes.items():
+        for (holder, epoch), keys in routes.items():
             stub = rows_pb2_grpc.RowsServiceStub(self._channel(holder))
-            release = rows_pb2.ReleaseRowsRequest(request_id=str(uuid4()), keys=keys)
+            release = rows_pb2.ReleaseRowsRequest(request_id=str(uuid4()), keys=keys, holder_epoch=epoch)
             calls.append(stub.ReleaseRows(release, timeout=GIVE_BACK_TIMEOUT_S))
         for call in calls:
             try:

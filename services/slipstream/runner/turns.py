@@ -4,8 +4,8 @@
 
 The router leaves Prefill out where the decode worker may compute the prompt itself.
 
-A turn that fails at a worker is placed again, away from that worker, within the group's deadline. Retries
-live here and nowhere else on this path.
+A turn that fails at a worker is placed again, away from that worker, within the group's deadline; so is one whose
+prefill worker stands still, as soon as the router knows. Retries live here and nowhere else on this path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -27,6 +27,7 @@ from slipstream.common import errors
 from slipstream.engine.hashing import block_hashes
 from slipstream.runner import telemetry
 from slipstream.runner.peers import Peers
+from slipstream.runner.watch import WorkerWatch
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 ABORT_TIMEOUT_S = 5.0
-UNARY_TIMEOUT_S = 30.0
+PLACE_TIMEOUT_S = 30.0
 
 
 def attempt_name(assignment: runner_pb2.GroupAssignment) -> str:
@@ -134,9 +135,11 @@ class TurnAttempt:
 class TurnClient:
     """Runs model turns. One a runner; safe to use from many tasks."""
 
-    def __init__(self, peers: Peers, block_size_tokens: int) -> None:
+    def __init__(self, peers: Peers, watch: WorkerWatch, block_size_tokens: int, prefill_timeout_s: float) -> None:
         self._peers = peers
+        self._watch = watch
         self._block_size_tokens = block_size_tokens
+        self._prefill_timeout_s = prefill_timeout_s
 
     async def run(
         self,
@@ -219,7 +222,7 @@ class TurnClient:
                 min_policy_version=assignment.dispatch_version,
                 avoid_replicas=avoid,
             ),
-            timeout=UNARY_TIMEOUT_S,
+            timeout=PLACE_TIMEOUT_S,
         )
         prompt = prefill_pb2.Prompt(new_token_ids=token_ids)
         turn = Turn([Sample() for _ in range(assignment.sample_count)])
@@ -279,28 +282,32 @@ class TurnClient:
             capture_routes=assignment.purpose == TRAINING,
             first_route_position=attempt.first_route_position,
         )
-        return await self._peers.prefill(worker.address).Prefill(request, timeout=UNARY_TIMEOUT_S)
+        async with self._watch.asking(worker):
+            return await self._peers.prefill(worker.address).Prefill(request, timeout=self._prefill_timeout_s)
 
     async def _give_back(self, attempt: TurnAttempt) -> None:
-        """Abort at the workers and wait until their blocks are free; a worker that is gone has none."""
+        """Abort at the workers and wait until their blocks are free.
+
+        A worker that is gone has none; one that stands still ends what it computed for us when it goes on, since that
+        call is cancelled, and what it held expires.
+        """
         self._peers.release_routes(attempt.routes)
         if attempt.placement is None:
             return
-        aborts = []
+        request_id = attempt.request_id
+        aborts: list[tuple[routing_pb2.WorkerRef, Awaitable[object]]] = []
         if attempt.decoding:
-            aborts.append(
-                self._peers.decode(attempt.placement.decode.address).Abort(
-                    decode_pb2.DecodeServiceAbortRequest(request_id=attempt.request_id), timeout=ABORT_TIMEOUT_S
-                )
-            )
+            worker = attempt.placement.decode
+            abort = decode_pb2.DecodeServiceAbortRequest(request_id=request_id, worker_epoch=worker.epoch)
+            aborts.append((worker, self._peers.decode(worker.address).Abort(abort, timeout=ABORT_TIMEOUT_S)))
         if attempt.prefilling:
-            aborts.append(
-                self._peers.prefill(attempt.placement.prefill.address).Abort(
-                    prefill_pb2.PrefillServiceAbortRequest(request_id=attempt.request_id), timeout=ABORT_TIMEOUT_S
-                )
-            )
-        for abort in aborts:
+            worker = attempt.placement.prefill
+            abort = prefill_pb2.PrefillServiceAbortRequest(request_id=request_id, worker_epoch=worker.epoch)
+            aborts.append((worker, self._peers.prefill(worker.address).Abort(abort, timeout=ABORT_TIMEOUT_S)))
+        for worker, abort in aborts:
             try:
-                await abort
-            except grpc.aio.AioRpcError as error:
-                log.info("abort_unanswered", request_id=attempt.request_id, code=error.code().name)
+                with errors.rpc_errors():
+                    async with self._watch.asking(worker):
+                        await abort
+            except errors.SlipstreamError as error:
+                log.info("abort_unanswered", request_id=request_id, replica=worker.replica, reason=error.reason)

@@ -205,6 +205,37 @@ async def test_an_aborted_prefill_frees_what_it_holds(cluster, refusal):
     assert await refusal(decoder.decode.Decode(request)) == "KV_TRANSFER_FAILED"
 
 
+async def test_a_cleanup_meant_for_an_earlier_life_touches_nothing_of_this_one(cluster, refusal):
+    prefiller, decoder = cluster.members
+    prefilled = await prefiller.prefill.Prefill(cluster.prefill_request(prefiller))
+    call = decoder.decode.Decode(cluster.decode_request(decoder, None, sampling=LONG, flush={"max_ms": 1}))
+    stream = aiter(call)
+    await anext(stream)
+    key = prefilled.routes.key
+
+    earlier = {"worker_epoch": "earlier"}
+    cleanups = [
+        prefiller.prefill.Abort(prefill_pb2.PrefillServiceAbortRequest(request_id="g.0", **earlier)),
+        prefiller.transfers.ReleaseKv(prefill_pb2.ReleaseKvRequest(request_id="r", transfer_ids=["g.0"], **earlier)),
+        decoder.decode.Abort(decode_pb2.DecodeServiceAbortRequest(request_id="g.0", **earlier)),
+    ]
+
+    def released_rows(epoch: str):
+        return prefiller.rows.ReleaseRows(rows_pb2.ReleaseRowsRequest(request_id="r", keys=[key], holder_epoch=epoch))
+
+    for cleanup in cleanups:
+        assert await refusal(cleanup) == "WORKER_STALE"
+    assert (await released_rows("earlier")).released_count == 0
+    assert prefiller.engine.load().kv_transfers == 1
+    assert not (await rows_of(prefiller, prefilled.routes))[0].parts[0].missing
+    assert not (await anext(stream)).chunks[0].finish_reason
+    own = prefill_pb2.PrefillServiceAbortRequest(request_id="g.0", worker_epoch=prefiller.epoch)
+    assert (await prefiller.prefill.Abort(own)).found
+    own = decode_pb2.DecodeServiceAbortRequest(request_id="g.0", worker_epoch=decoder.epoch)
+    assert (await decoder.decode.Abort(own)).found
+    assert (await released_rows(prefiller.epoch)).released_count == 1
+
+
 async def test_unfetched_kv_is_freed_at_its_expiry(empty_cluster):
     from slipstream.engine.embedded.config import EmbeddedConfig
 

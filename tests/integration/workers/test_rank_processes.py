@@ -12,7 +12,7 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.embedded.config import EmbeddedConfig
-from tests.integration.workers.rank_processes import RankProcess, begin, start_group, states, until, update
+from tests.integration.workers.processes import WorkerProcess, begin, start_group, states, until, update
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,7 +31,7 @@ async def ranks(empty_cluster, valkey_url):
         await rank.stop()
 
 
-async def restart(rank: RankProcess) -> None:
+async def restart(rank: WorkerProcess) -> None:
     await rank.ended(5)
     await rank.channel.close()
     rank.start()

@@ -185,7 +185,7 @@ async def test_a_restarted_peer_is_never_asked_by_what_its_earlier_life_gave_out
     assert turn.prompt_routes is not None
     assert turn.prompt_routes.key.startswith("p/g.1.1~")
     assert turn.prompt_routes.holder_epoch == restarted.epoch != prefiller.epoch
-    restarted.engine.release_kv("g.1.1")
+    assert restarted.engine.release_kv("g.1.1")  # the turn's abort was meant for the earlier life
     await turns.nothing_left()
 
 

@@ -14,7 +14,7 @@ from slipstream.engine.vllm.installed import find_vllm
 from slipstream.engine.vllm.parallel import ParallelConfig
 from tests.integration.workers.conftest import Cluster
 from tests.integration.workers.kinds import Vllm
-from tests.integration.workers.rank_processes import start_group, states, update
+from tests.integration.workers.processes import start_group, states, update
 
 pytestmark = pytest.mark.timeout(300)
 

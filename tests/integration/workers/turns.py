@@ -22,6 +22,7 @@ from slipstream.router.__main__ import run
 from slipstream.router.config import RouterConfig, WorkerEndpoint
 from slipstream.runner.peers import Peers
 from slipstream.runner.turns import Turn, TurnClient
+from slipstream.runner.watch import WorkerWatch
 
 BLOCK_TOKENS = 4
 V1 = PolicyVersion(1, 1)
@@ -36,8 +37,11 @@ class Turns:
         self._client: TurnClient
         self._peers: Peers
 
-    async def start(self, stack: AsyncExitStack, redis_url: str, **fields: Any) -> None:
-        pools: dict[str, list[WorkerEndpoint]] = {"prefill": [], "decode": []}
+    async def start(
+        self, stack: AsyncExitStack, redis_url: str, prefillers: Sequence[WorkerEndpoint] = (), **fields: Any
+    ) -> None:
+        """`prefillers`: beside those of the cluster. The other fields are the router's."""
+        pools: dict[str, list[WorkerEndpoint]] = {"prefill": [*prefillers], "decode": []}
         for member in self.cluster.members:
             replica = member.worker.identity.replica
             pools[replica.partition("-")[0]].append(WorkerEndpoint(replica=replica, address=member.address))
@@ -59,7 +63,9 @@ class Turns:
         self.router = routing_pb2_grpc.RouterServiceStub(channel)
         self._peers = Peers("127.0.0.1:1", address, Access())
         stack.push_async_callback(self._peers.close)
-        self._client = TurnClient(self._peers, BLOCK_TOKENS)
+        watch = WorkerWatch(self._peers.router)
+        stack.push_async_callback(self._end, asyncio.create_task(watch.follow()))
+        self._client = TurnClient(self._peers, watch, BLOCK_TOKENS, prefill_timeout_s=30.0)
         async with asyncio.timeout(10):
             await channel.channel_ready()
             while not await self._placeable():  # noqa: ASYNC110 observed from outside

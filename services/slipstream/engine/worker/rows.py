@@ -67,8 +67,10 @@ class RowsHolder:
         )
         return Held(part, routes.rows.data.cast("B"), routes.crc32)
 
-    def release(self, keys: Sequence[str]) -> int:
-        """Drop rows; returns how many keys were held."""
+    def release(self, keys: Sequence[str], holder_epoch: str = "") -> int:
+        """Drop rows; returns how many keys were held. Those of an earlier life are gone already."""
+        if holder_epoch not in ("", self._identity.epoch):
+            return 0
         own = (key.removeprefix(self._prefix) for key in keys if key.startswith(self._prefix))
         return sum(self._engine.release_routes(key) for key in own)
 
@@ -98,4 +100,4 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
     async def ReleaseRows(
         self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext
     ) -> rows_pb2.ReleaseRowsResponse:
-        return rows_pb2.ReleaseRowsResponse(released_count=self._routes.release(request.keys))
+        return rows_pb2.ReleaseRowsResponse(released_count=self._routes.release(request.keys, request.holder_epoch))

@@ -1,4 +1,4 @@
-"""Ranks of a data-parallel group as processes of their own, started as the launcher starts them."""
+"""Workers as processes of their own, started as the launcher starts them: ranks of a group, or one alone."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from slipstream.common.version import PolicyVersion
 from slipstream.decode.config import DecodeConfig
 from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.launcher.child import guarded
+from slipstream.prefill.config import PrefillConfig
 from tests.integration.workers.conftest import Cluster, free_ports
 
 START_TIMEOUT_S = 120.0
 
 
-class RankProcess:
-    """One rank: its process and stubs."""
+class WorkerProcess:
+    """One worker: its process and stubs."""
 
-    def __init__(self, cluster: Cluster, config: DecodeConfig, address: str) -> None:
+    def __init__(self, cluster: Cluster, config: PrefillConfig | DecodeConfig, address: str) -> None:
         self.config = config
         self.address = address
         self.file = cluster.run_dir / f"{config.replica}.toml"
@@ -40,7 +41,8 @@ class RankProcess:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            words = guarded((sys.executable, "-m", "slipstream.decode", "@", str(self.file)))
+            service = "slipstream.prefill" if isinstance(self.config, PrefillConfig) else "slipstream.decode"
+            words = guarded((sys.executable, "-m", service, "@", str(self.file)))
             # A session of its own, so that what it started can be found.
             self.process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
         self.channel = open_channel(self.address, Access())
@@ -81,7 +83,19 @@ class RankProcess:
                 self.process.wait()
 
 
-async def start_group(cluster: Cluster, size: int, valkey_url: str, **fields: Any) -> list[RankProcess]:
+async def start_prefiller(cluster: Cluster, replica: str, valkey_url: str, **fields: Any) -> WorkerProcess:
+    """A prefill worker that answers."""
+    cluster.model_dir()
+    (port,) = free_ports(1)
+    values = {"replica": replica, "listen": ListenConfig(port=port), "broadcaster": f"127.0.0.1:{cluster.port}"}
+    config = cluster.make_config(PrefillConfig, **values, redis_url=valkey_url, **fields)
+    process = WorkerProcess(cluster, config, f"127.0.0.1:{port}")
+    process.start()
+    await process.up()
+    return process
+
+
+async def start_group(cluster: Cluster, size: int, valkey_url: str, **fields: Any) -> list[WorkerProcess]:
     """A decode group whose ranks answer."""
     cluster.model_dir()
     *ports, meeting = free_ports(size + 1)
@@ -97,7 +111,7 @@ async def start_group(cluster: Cluster, size: int, valkey_url: str, **fields: An
         )
         values = {"replica": f"decode-1-{rank}", "listen": ListenConfig(port=port), "group": group}
         values |= {"broadcaster": f"127.0.0.1:{cluster.port}", "redis_url": valkey_url, **fields}
-        ranks.append(RankProcess(cluster, cluster.make_config(DecodeConfig, **values), addresses[rank]))
+        ranks.append(WorkerProcess(cluster, cluster.make_config(DecodeConfig, **values), addresses[rank]))
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -105,13 +119,13 @@ async def start_group(cluster: Cluster, size: int, valkey_url: str, **fields: An
     return ranks
 
 
-async def states(ranks: Sequence[RankProcess]) -> list[tuple[PolicyVersion, int] | None]:
+async def states(ranks: Sequence[WorkerProcess]) -> list[tuple[PolicyVersion, int] | None]:
     """Version and state of each; None of one that does not answer."""
     answers = await asyncio.gather(*(rank.describe() for rank in ranks))
     return [answer and (PolicyVersion.from_proto(answer.version), answer.state) for answer in answers]
 
 
-async def until(ranks: Sequence[RankProcess], expected: list[Any], timeout_s: float = 60.0) -> None:
+async def until(ranks: Sequence[WorkerProcess], expected: list[Any], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while (now := await states(ranks)) != expected:
         assert time.monotonic() < deadline_s, f"{now}, not {expected}\n" + ranks[0].log.read_text()[-3000:]
@@ -124,7 +138,7 @@ def begin(version: PolicyVersion, update_id: str) -> worker_pb2.BeginUpdateReque
     )
 
 
-async def update(leader: RankProcess, version: PolicyVersion) -> worker_pb2.ApplyUpdateResponse:
+async def update(leader: WorkerProcess, version: PolicyVersion) -> worker_pb2.ApplyUpdateResponse:
     """What the version keeper does."""
     update_id = f"to {version}"
     await leader.control.BeginUpdate(begin(version, update_id), timeout=60)
