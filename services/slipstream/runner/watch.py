@@ -59,8 +59,9 @@ class WorkerWatch:
     @asynccontextmanager
     async def asking(self, worker: routing_pb2.WorkerRef) -> AsyncIterator[None]:
         """Ends a call to a worker with `Unreachable` when it is lost and another could be asked."""
+        limit = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as limit:
+            async with limit:
                 call = _Call(worker, limit, asyncio.get_running_loop().time())
                 self._calls.add(call)
                 try:
