@@ -18,7 +18,7 @@ from tests.engine.oracle import weights
 _figures: dict[tuple[str, str], float] = {}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights of seed 1 as a checkpoint."""
     directory = tmp_path_factory.mktemp("model")
@@ -31,10 +31,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kind" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--engine")
         kinds = [kind for kind in ENGINES if not chosen or kind.name in chosen]
-        metafunc.parametrize("kind", kinds, ids=[kind.name for kind in kinds], indirect=True, scope="session")
+        metafunc.parametrize("kind", kinds, ids=[kind.name for kind in kinds], indirect=True, scope="package")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kind(request: pytest.FixtureRequest) -> EngineUnderTest:
     if isinstance(request.param, Vllm):
         options = request.config.option
@@ -46,13 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
     oracle.kept_dtype = getattr(torch, config.option.dtype)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def build(kind: EngineUnderTest, model_dir: Path) -> Factory:
     """`async with build(Limits(...)) as bench`: an engine of the body's own. Starting one may take seconds."""
     return Factory(kind, model_dir)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def _bench(build: Factory) -> AsyncIterator[Bench]:
     async with build() as bench:
         yield bench
@@ -67,7 +67,7 @@ async def bench(_bench: Bench) -> AsyncIterator[Bench]:
     await _bench.idle()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def _small(build: Factory) -> AsyncIterator[Bench]:
     async with build(Limits(kv_tokens=576, running_samples=4, waiting_requests=8)) as bench:
         yield bench
@@ -82,7 +82,7 @@ async def small(_small: Bench) -> AsyncIterator[Bench]:
     await _small.idle()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def _prefiller(_bench: Bench, build: Factory) -> AsyncIterator[Bench]:
     if not _bench.engine.capabilities.prefills:  # there is no prefill pool: bodies see that it refuses
         yield _bench

@@ -50,7 +50,7 @@ async def test_ending_the_call_kills_the_program(start_executor):
         call = running.stub.Exec(sandbox_pb2.ExecRequest(sandbox_id=await create(running), argv=FOREVER))
         await first_output(call)
         call.cancel()
-        await running.idle(2.0)
+        await running.idle()
 
 
 async def test_the_calls_deadline_ends_the_program(start_executor):
@@ -59,7 +59,7 @@ async def test_the_calls_deadline_ends_the_program(start_executor):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await outcome(running.stub.Exec(request, timeout=0.5))
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await running.idle(2.0)
+        await running.idle()
 
 
 async def test_a_lease_that_nobody_renews_takes_its_programs_along(start_executor):

@@ -1,0 +1,1 @@
+"""A package, so that its engines end with its last body."""
