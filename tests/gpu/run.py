@@ -27,7 +27,7 @@ LOAD += ["--output-tokens", "256", "--expert-dim", "256", "--seconds", "10"]
 
 STAGES: dict[str, tuple[int, list[str]]] = {
     "smoke": (240, [*PYTEST, "tests/engine/test_update.py", *ON_GPU, "-k", "back_and_forth", "-x", "-s"]),
-    "suite32": (420, [*PYTEST, "tests/engine", *ON_GPU]),
+    "suite32": (540, [*PYTEST, "tests/engine", *ON_GPU]),
     "suite16": (
         300,
         [*PYTEST, "tests/engine", *ON_GPU, "--dtype", "bfloat16", "-k", "update or salts or decode or routes"],
