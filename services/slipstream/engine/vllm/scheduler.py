@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_events import MEDIUM_GPU, NullEventPublisher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -24,9 +25,11 @@ from slipstream.engine.vllm.cache import NEWS, CacheLedger
 from slipstream.engine.vllm.config import PROBE_PLACES
 from slipstream.engine.vllm.offload.names import FIGURES
 from slipstream.engine.vllm.transfers import TransferMixin
+from slipstream.engine.vllm.versions import version_of
 
 PROBE_PREFIX = "slipstream-probe/"
 """Requests whose ids begin so run while all others are paused."""
+_VERSION = version_of(vllm.__version__)
 
 
 def _probes(requests: Any) -> list[Any]:
@@ -38,7 +41,8 @@ class ProbeMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.max_num_running_reqs -= PROBE_PLACES  # on a GPU, what is paused keeps its place among those that run
+        # On a GPU, what is paused keeps its place among those that run.
+        setattr(self, _VERSION.running_limit, getattr(self, _VERSION.running_limit) - PROBE_PLACES)
 
     def get_num_unfinished_requests(self) -> int:
         if self._pause_state != PauseState.PAUSED_ALL:
@@ -48,11 +52,13 @@ class ProbeMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._pause_state != PauseState.PAUSED_ALL or not self.get_num_unfinished_requests():
             return super().schedule(*args, **kwargs)
-        running, waiting, skipped = self.running, self.waiting, self.skipped_waiting
+        running, queues = self.running, {name: getattr(self, name) for name in _VERSION.waiting_queues}
+        waiting: Any = self.waiting
         probes, queued = _probes(running), _probes(waiting)
         waiting.remove_requests(queued)
         self.running = probes
-        self.waiting, self.skipped_waiting = create_request_queue(self.policy), create_request_queue(self.policy)
+        for name in queues:
+            setattr(self, name, create_request_queue(self.policy))
         for request in queued:
             self.waiting.add_request(request)
         self._pause_state = PauseState.UNPAUSED
@@ -60,9 +66,11 @@ class ProbeMixin(Scheduler):
             output = super().schedule(*args, **kwargs)
         finally:
             self._pause_state = PauseState.PAUSED_ALL
-            scheduled, left = self.running, (*self.waiting, *self.skipped_waiting)
+            scheduled, left = self.running, [request for name in queues for request in getattr(self, name)]
             others = [request for request in running if request not in probes]
-            self.running, self.waiting, self.skipped_waiting = others + scheduled, waiting, skipped
+            self.running = others + scheduled
+            for name, queue in queues.items():
+                setattr(self, name, queue)
             for request in left:
                 waiting.add_request(request)
             if not scheduled and others:  # no block is free: the last to come gives its own up, and computes them again
@@ -117,6 +125,39 @@ class CacheMixin(Scheduler):
         return len(block_ids)
 
 
+class RouteMixin(Scheduler):
+    """Keeps expert routes by slot, where vLLM does not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if _VERSION.routes_by_slot:
+            return
+        self.enable_return_routed_experts = self.vllm_config.aux_output_config.enabled
+        if self.enable_return_routed_experts:
+            self.aux_output_connector = self.routed_experts_mgr = self._new_slots()
+
+    def _new_slots(self) -> Any:
+        from slipstream.engine.vllm.slots import RouteSlots
+        from slipstream.engine.vllm.step_rows import STEP
+
+        (group,) = self.kv_cache_config.kv_cache_groups
+        model = self.vllm_config.model_config
+        return RouteSlots(
+            self.kv_cache_config.num_blocks,
+            group.kv_cache_spec.block_size,
+            model.get_total_num_hidden_layers(),
+            model.get_num_experts(),
+            model.get_num_experts_per_tok(),
+            lambda request_id: self.kv_cache_manager.get_block_ids(request_id)[0],
+            STEP,
+        )
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if not _VERSION.routes_by_slot and self.enable_return_routed_experts:
+            self.routed_experts_mgr.store(model_runner_output.aux_output_connector_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
 class OffloadMixin(Scheduler):
     """Tells an offloading connector what vLLM does not: where routes are, and when; which salts end."""
 
@@ -150,11 +191,11 @@ class OffloadMixin(Scheduler):
         return stats
 
 
-class ProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, ProbeMixin):
+class ProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, RouteMixin, ProbeMixin):
     """For executors that run one step at a time: the CPU."""
 
 
-class AsyncProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, ProbeMixin, AsyncScheduler):
+class AsyncProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, RouteMixin, ProbeMixin, AsyncScheduler):
     """For executors that schedule ahead."""
 
 

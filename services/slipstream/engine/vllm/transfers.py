@@ -11,12 +11,14 @@ import time
 from typing import Any
 
 import numpy as np
+import vllm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from slipstream.engine.vllm.rows import unknown_row
+from slipstream.engine.vllm.versions import version_of
 
 DEADLINE = "slipstream_deadline_s"
 """In a request's transfer parameters: its KV may not be read after this, on the monotonic clock of the host."""
@@ -24,6 +26,7 @@ HELD_POLL_S = 0.01
 """Between two looks at what is held, while there is nothing else to do; a new request waits as long at most."""
 TIMEOUT = "slipstream_timeout_s"
 """In a request's transfer parameters: the longest time its transfer may take once it began."""
+_VERSION = version_of(vllm.__version__)
 
 
 class TransferMixin(Scheduler):
@@ -48,7 +51,7 @@ class TransferMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._deadlines:
             self._end_overdue(time.monotonic())
-        if self.requests and not (self.running or self.waiting or self.skipped_waiting):
+        if self.requests and not (self.running or any(getattr(self, name) for name in _VERSION.waiting_queues)):
             time.sleep(HELD_POLL_S)  # vLLM looks for the end of what is held in steps that do nothing, 1,000 a second
         return super().schedule(*args, **kwargs)
 

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import torch
+import vllm
 
 from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.draws import seed_draws_by_position
@@ -19,6 +20,7 @@ from slipstream.engine.vllm.held import release_held
 from slipstream.engine.vllm.layout import Layout
 from slipstream.engine.vllm.live import LiveWeights, own_groups
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload
+from slipstream.engine.vllm.versions import version_of
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,6 +29,10 @@ if torch.version.cuda is None:
     from slipstream.engine.vllm.cpu_ranks import mend_cpu_ranks
 
     mend_cpu_ranks()
+if not version_of(vllm.__version__).routes_by_slot:
+    from slipstream.engine.vllm.step_rows import mend_capture, mend_cpu_capture
+
+    mend_cpu_capture() if torch.version.cuda is None else mend_capture()
 
 
 class WorkerExtension:

@@ -12,7 +12,7 @@ from uuid import uuid4
 from slipstream.common.config import ConfigError
 from slipstream.engine.routes import route_dtype
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
-from slipstream.engine.vllm.installed import SUPPORTED
+from slipstream.engine.vllm.installed import find_vllm
 from slipstream.models.base import Sizes
 
 HASH_ALGORITHM = "sha256_cbor"
@@ -42,7 +42,7 @@ def offload_options(config: VllmConfig, model_dir: Path, sizes: Sizes) -> dict[s
         "offload_prompt_only": not offload.generated_tokens,
         "blocks_per_chunk": 1,
         "model_digest": hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest(),
-        "engine": f"vllm {SUPPORTED[0]}",
+        "engine": f"vllm {find_vllm().partition('+')[0]}",
         "hash_algorithm": HASH_ALGORITHM,
         "route_bytes_per_block": config.block_size_tokens * row_bytes if config.capture_routes else 0,
     }
