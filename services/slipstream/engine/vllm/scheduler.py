@@ -132,7 +132,8 @@ class RouteMixin(Scheduler):
         super().__init__(*args, **kwargs)
         if _VERSION.routes_by_slot:
             return
-        self.enable_return_routed_experts = self.vllm_config.aux_output_config.enabled
+        config: Any = self.vllm_config
+        self.enable_return_routed_experts = config.aux_output_config.enabled
         if self.enable_return_routed_experts:
             self.aux_output_connector = self.routed_experts_mgr = self._new_slots()
 

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    RoutedExpertsCapturer,
-    bind_routed_experts_capturer,
-)
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
 STEP = "slipstream-step"
 """Under which the rows stand among what vLLM's model runner says of its requests."""
 _MENDED = "_slipstream_mended"
+_capturer: Any = routed_experts_capturer
 
 
 @dataclass
@@ -52,8 +50,8 @@ class StepCapture:
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         token_count = vllm_config.scheduler_config.max_num_batched_tokens
-        self._capturer = RoutedExpertsCapturer(max_num_batched_tokens=token_count, vllm_config=vllm_config)
-        bind_routed_experts_capturer(model, self._capturer)
+        self._capturer = _capturer.RoutedExpertsCapturer(max_num_batched_tokens=token_count, vllm_config=vllm_config)
+        _capturer.bind_routed_experts_capturer(model, self._capturer)
         self._number: int | None = None
 
     def begin_step(self, number: int | None) -> None:
