@@ -33,7 +33,7 @@ class Peer:
 
     async def __aenter__(self) -> Peer:
         command = (sys.executable, "-m", "tests.engine.peer", str(self._model_dir), self._connector, str(self.port))
-        path = os.pathsep.join((str(ROOT / "services"), str(ROOT)))
+        path = os.pathsep.join((str(ROOT / "services"), str(ROOT), os.environ.get("PYTHONPATH", "")))  # the same vLLM
         self._process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
