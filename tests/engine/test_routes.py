@@ -108,38 +108,84 @@ async def test_an_update_between_the_parts_of_a_prompt_shows_in_its_rows(bench: 
         old = new
 
 
+def first_time(bench: Bench, tokens: list[int], rows: np.ndarray, cut: int, recomputed_from: int | None) -> np.ndarray:
+    """Which rows are those that computed their positions first: up to `cut` by weights 1, from there on by weights 2.
+
+    From some position on they rest on KV that was computed once more, but for a part that was still cached: it begins
+    where the engine says, or later where that was before the update.
+    """
+    kept = agreed(rows, crossing(tokens[:-1], [(cut, 1), (len(tokens) - 1, 2)]))
+    assert kept[:cut].all(), "a row was replaced by one of newer weights"
+    if recomputed_from is None:
+        return kept
+    firsts = np.minimum.accumulate(kept)
+    hits = (hit for hit in likely_cuts(cut, bench.block) if hit >= min(recomputed_from, cut))
+    oracles = (crossing(tokens[:-1], [(hit, 1), (len(tokens) - 1, 2)]) for hit in hits)
+    explained = (firsts | np.minimum.accumulate(agreed(rows, oracle)[::-1])[::-1] for oracle in oracles)
+    return next((rows for rows in explained if rows.all()), firsts)
+
+
+async def crowd(bench: Bench, requests: list[DecodeRequest]) -> list[Finished]:
+    """Run requests that need more blocks than there are, and change the weights when nearly all are taken."""
+    before = bench.engine.load().preemptions
+    running = [asyncio.create_task(bench.run(request)) for request in requests]
+    await until(lambda: bench.engine.load().tokens_in_flight > 400, "a pool that is nearly full")
+    await bench.serve(2)
+    answers = [sample for (sample,) in await asyncio.gather(*running)]
+    assert (bench.engine.load().preemptions > before) == bench.engine.capabilities.preempts
+    assert {len(sample.token_ids) for sample in answers} == {200}
+    return answers
+
+
+def told(bench: Bench, requests: list[DecodeRequest]) -> list[int | None]:
+    """From where on engines say that they computed samples once more; some of them, where they preempt at all."""
+    starts = [bench.engine.routes(request.sample_ids[0]).recomputed_from for request in requests]
+    assert any(start is not None for start in starts) == bench.engine.capabilities.preempts
+    return starts
+
+
 async def test_a_preempted_sample_keeps_the_rows_of_the_first_time(small: Bench):
     """Samples need more blocks than there are; and the weights change meanwhile, so that rows computed later differ."""
-    before = small.engine.load().preemptions
-    prompts = [prompt_of(20 + index, seed=index) for index in range(4)]
-    requests = [small.request(prompt, max_new_tokens=200) for prompt in prompts]
+    requests = [small.request(prompt_of(20 + index, seed=index), max_new_tokens=200) for index in range(4)]
     dispatched = small.version
-    running = [asyncio.create_task(small.run(request)) for request in requests]
-    await until(lambda: small.engine.load().tokens_in_flight > 400, "a pool that is nearly full")
-    await small.serve(2)
-    answers = await asyncio.gather(*running)
-    assert (small.engine.load().preemptions > before) == small.engine.capabilities.preempts
-    recomputed = 0
-    for request, (sample,) in zip(requests, answers, strict=True):
-        if expect_none(small, request):
+    answers = await crowd(small, requests)
+    if expect_none(small, requests[0]):
+        return
+    for request, sample, start in zip(requests, answers, told(small, requests), strict=True):
+        tokens, before = tokens_of(request, sample), sample.versions.count(dispatched)
+        cut = len(request.token_ids) - 1 + before if before else 0
+        assert first_time(small, tokens, rows_of(small, request, 0), cut, start).all()
+
+
+async def test_samples_of_prompts_from_elsewhere_are_preempted_and_keep_the_rows_of_both(
+    small: Bench, prefiller: Bench
+):
+    """Prompts computed there and transferred, then computed once more here, by newer weights: the rows are from there.
+
+    Samples' own rows are those of the first time, too, and both together have one for each position.
+    """
+    requests, held, prompt_rows = [], [], []
+    for index in range(4):
+        prompt, salt = prompt_of(small.block + 5 + index, seed=index), unique("salt")
+        result = await prefiller.prefill(prefiller.prefill_request(prompt, salt))
+        if result is None:  # it serves in no prefill pool, and said so
             return
-        tokens, first = tokens_of(request, sample), len(request.token_ids)
-        assert len(sample.token_ids) == 200
-        before = sample.versions.count(dispatched)
-        cut = first - 1 + before if before else 0
-        rows = rows_of(small, request, 0)
-        kept = agreed(rows, crossing(tokens[:-1], [(cut, 1), (len(tokens) - 1, 2)]))
-        assert kept[:cut].all(), "a row was replaced by one of newer weights"
-        if small.engine.routes(request.sample_ids[0]).recomputed_from is None:
-            assert kept.all()
-            continue
-        recomputed += 1
-        # From some position on they rest on KV that was computed once more, but for a part that was still cached.
-        firsts = np.minimum.accumulate(kept)
-        oracles = (crossing(tokens[:-1], [(hit, 1), (len(tokens) - 1, 2)]) for hit in likely_cuts(cut, small.block))
-        lasts = (np.minimum.accumulate(agreed(rows, oracle)[::-1])[::-1] for oracle in oracles)
-        assert any((firsts | last).all() for last in lasts)
-    assert (recomputed > 0) == small.engine.capabilities.preempts
+        held.append(result.transfer_id)
+        kv = await small.kind.transfer(prefiller.engine, result.transfer_id)
+        if small.engine.capabilities.captures_routes:
+            prompt_rows.append(prefiller.engine.routes(result.transfer_id).rows)
+        requests.append(small.request(prompt, salt=salt, kv=kv, max_new_tokens=200))
+    dispatched = small.version
+    answers = await crowd(small, requests)
+    for transfer_id in held:
+        prefiller.engine.release_kv(transfer_id)
+    if expect_none(small, requests[0]):
+        return
+    for request, sample, rows, start in zip(requests, answers, prompt_rows, told(small, requests), strict=True):
+        tokens, before = tokens_of(request, sample), sample.versions.count(dispatched)
+        rows = rows_of(small, request, 0, rows)
+        assert len(rows) == len(tokens) - 1
+        assert first_time(small, tokens, rows, len(request.token_ids) - 1 + before, start).all()
 
 
 async def test_positions_whose_experts_no_one_here_knows_are_said_to_be_unknown(bench: Bench, prefiller: Bench):

@@ -58,7 +58,7 @@ from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
-from slipstream.engine.vllm.rows import routes_of
+from slipstream.engine.vllm.rows import recomputed_from, routes_of
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
 from slipstream.models.base import Sizes
@@ -304,8 +304,7 @@ class VllmEngine:
             sample.logprobs += news.logprobs.logprobs  # flat: one for each token, as none but the sampled is asked for
         if output.finished:
             if news.routed_experts is not None and open_request.request.capture_routes:
-                preempted = output.metrics is not None and output.metrics.num_preemptions > 0
-                self._keep_routes(open_request.request, sample, news.routed_experts, preempted)
+                self._keep_routes(open_request.request, sample, news.routed_experts, recomputed_from(output))
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
 
@@ -326,10 +325,12 @@ class VllmEngine:
         self._counters.prefix_hit_tokens += cached_count
         self._counters.prefilled_tokens += count - cached_count
 
-    def _keep_routes(self, request: DecodeRequest, sample: Sample, rows: np.ndarray, preempted: bool) -> None:
+    def _keep_routes(
+        self, request: DecodeRequest, sample: Sample, rows: np.ndarray, recomputed_from: int | None
+    ) -> None:
         """Rows of the prompt but its last token go under the request, the rest under the sample.
 
-        What a preempted sample computed once more has the rows of the first time; how much that was vLLM does not say.
+        What a preempted sample computed once more has the rows of the first time.
         """
         first = len(request.token_ids) - 1
         if len(rows) != first + len(sample.token_ids):  # whose they are is not known
@@ -338,7 +339,7 @@ class VllmEngine:
         if request.kv is None:  # else they are where the prompt was computed
             self._keep_prompt_routes(request, rows[:first])
         own = routes_of(rows[first:], first, self.limits.route_dtype)
-        own = replace(own, recomputed_from=0 if preempted else None)
+        own = replace(own, recomputed_from=recomputed_from)
         self._routes.put(request.sample_ids[sample.index], own)
 
     def _keep_prompt_routes(self, request: PrefillRequest | DecodeRequest, rows: np.ndarray) -> None:

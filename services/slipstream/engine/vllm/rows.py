@@ -8,10 +8,21 @@ import numpy as np
 
 from slipstream.engine.routes import RouteRows, runs
 
+RECOMPUTED = "slipstream_recomputed_from"
+"""In the transfer parameters that come with a request's last output, which is where vLLM lets a scheduler add to it."""
+
 
 def unknown_row(dtype: np.dtype[Any]) -> int:
     """What all of a row holds that nobody recorded. No token is routed to one expert `top_k` times."""
     return int(np.iinfo(dtype).max)
+
+
+def recomputed_from(output: Any) -> int | None:
+    """First position that was computed once more, by the last output of a request; None: none was."""
+    if output.outputs[0].finish_reason != "abort":
+        return (output.kv_transfer_params or {}).get(RECOMPUTED)
+    preempted = output.metrics is not None and output.metrics.num_preemptions > 0
+    return 0 if preempted else None  # the output is not the scheduler's: at worst all
 
 
 def routes_of(rows: Any, first: int, dtype: np.dtype[np.unsignedinteger]) -> RouteRows:

@@ -24,6 +24,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from slipstream.engine.vllm.cache import NEWS, CacheLedger
 from slipstream.engine.vllm.config import PROBE_PLACES
 from slipstream.engine.vllm.offload.names import FIGURES
+from slipstream.engine.vllm.recomputed import RecomputeMixin
 from slipstream.engine.vllm.transfers import TransferMixin
 from slipstream.engine.vllm.versions import version_of
 
@@ -192,11 +193,13 @@ class OffloadMixin(Scheduler):
         return stats
 
 
-class ProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, RouteMixin, ProbeMixin):
+class ProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin):
     """For executors that run one step at a time: the CPU."""
 
 
-class AsyncProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, RouteMixin, ProbeMixin, AsyncScheduler):
+class AsyncProbeScheduler(
+    OffloadMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin, AsyncScheduler
+):
     """For executors that schedule ahead."""
 
 
