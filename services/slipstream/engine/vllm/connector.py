@@ -23,6 +23,10 @@ from slipstream.common.errors import KvMismatch
 from slipstream.engine.base import KvPayload, KvReference
 from slipstream.engine.vllm.config import VllmConfig
 
+HELD = "slipstream_held_s"
+"""In Mooncake's transfer parameters: how long before its lease, and how long under it, a prompt is held at most."""
+TIMEOUT_OPTION = "slipstream_timeout_s"
+"""In the options of Mooncake's connector: `transfer_timeout_s`."""
 _BACKSTOP_S = 3600
 """vLLM's own lease on what is held, far beyond ours."""
 _COUNT_ELSEWHERE = "remote_prefill_cached_tokens"
@@ -38,12 +42,10 @@ class Connector:
         """Another at each start: so nothing is read from an engine that is gone, nor from the next one in its place."""
         self._port = config.side_channel_port or _free_port(config.side_channel_host)
 
-    def vllm_config(self) -> Any:
-        """What vLLM is told of it, or None. The rest it reads from the environment, in its process."""
+    def options(self) -> dict[str, Any] | None:
+        """The fields of vLLM's `KVTransferConfig`, or None. The rest it reads from the environment, in its process."""
         if self._config.connector == "none":
             return None
-        from vllm.config import KVTransferConfig
-
         host, port = self._config.side_channel_host, str(self._port)
         common: dict[str, Any] = {
             "engine_id": self._engine_id,
@@ -57,17 +59,19 @@ class Connector:
             ways = "sm,tcp,self" if torch.version.cuda is None else "cuda_ipc,cuda_copy,sm,tcp,self"
             ENVIRONMENT.setdefault("UCX_TLS", ways)
             extra = {"kv_lease_duration": _BACKSTOP_S}
-            return KVTransferConfig(kv_connector="NixlConnector", kv_connector_extra_config=extra, **common)
+            return {"kv_connector": "NixlConnector", "kv_connector_extra_config": extra, **common}
         ENVIRONMENT["VLLM_HOST_IP"], ENVIRONMENT["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = host, port
-        # How long Mooncake holds for others; and the blocks here of a request whose other side died.
-        longest_s = math.ceil(2 * self._config.transfer_ttl_s + self._config.transfer_timeout_s)
-        ENVIRONMENT["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(longest_s)
-        return KVTransferConfig(
-            kv_connector="HostMooncakeConnector",
-            kv_connector_module_path="slipstream.engine.vllm.mooncake",
-            kv_connector_extra_config={"mooncake_protocol": "tcp"},
+        # Longest time that Mooncake holds for others; it begins to send nothing after it.
+        ENVIRONMENT["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(math.ceil(2 * self._config.transfer_ttl_s))
+        return {
+            "kv_connector": "HostMooncakeConnector",
+            "kv_connector_module_path": "slipstream.engine.vllm.mooncake",
+            "kv_connector_extra_config": {
+                "mooncake_protocol": "tcp",
+                TIMEOUT_OPTION: self._config.transfer_timeout_s,
+            },
             **common,
-        )
+        }
 
     def hold(self) -> dict[str, Any]:
         """Transfer parameters of a prefill whose blocks are to be held."""
@@ -84,6 +88,7 @@ class Connector:
                 "transfer_id": held["transfer_id"],
                 "remote_engine_id": self._engine_id,
                 "remote_bootstrap_addr": address,
+                HELD: self._config.transfer_ttl_s,
             }
         return json.dumps(answer).encode()
 
@@ -106,5 +111,7 @@ def load_params(kv: KvPayload | KvReference | None, timeout_s: float) -> dict[st
         params = None
     if not isinstance(params, dict):
         raise KvMismatch("what the connector is to read is no JSON object", field="connector_params")
+    if kv.transport == "mooncake" and not isinstance(params.get(HELD), float):
+        raise KvMismatch(f"{HELD} is not among what the connector is to read", field="connector_params")
     params.pop(_COUNT_ELSEWHERE, None)
     return {**params, DEADLINE: time.monotonic() + kv.lease_s, TIMEOUT: timeout_s}

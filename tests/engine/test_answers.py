@@ -1,0 +1,104 @@
+"""How long a decode engine waits for a prefill engine that pushes KV, and may be gone: sockets alone, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import zmq
+import zmq.asyncio
+
+from slipstream.engine.vllm.answers import Answers, waiting
+
+TIMEOUT_S = 0.3
+"""What a transfer may take."""
+
+
+class Pull:
+    """Asks for KV as vLLM does, in a task of its own."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._context = context
+
+    async def ask(self, address: str, lease_s: float = 10.0) -> bytes:
+        waiting.set((time.monotonic() + lease_s, TIMEOUT_S))
+        with Answers(self._context, address, zmq.DEALER, bind=False, linger=0) as socket:
+            await socket.send(b"pull")
+            while (answer := await socket.recv()) == b"to be continued":
+                continue
+            return answer
+
+    async def lost(self, address: str, lease_s: float = 10.0) -> float:
+        """Seconds until it was given up."""
+        started_s = time.monotonic()
+        with pytest.raises(ConnectionError):
+            await self.ask(address, lease_s)
+        return time.monotonic() - started_s
+
+
+@pytest_asyncio.fixture
+async def pull() -> AsyncIterator[Pull]:
+    context = zmq.asyncio.Context()
+    yield Pull(context)
+    context.term()  # returns when all sockets are closed, those that watch included
+
+
+@pytest_asyncio.fixture
+async def peer() -> AsyncIterator[zmq.asyncio.Socket]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind_to_random_port("tcp://127.0.0.1")
+        yield router
+
+
+def address_of(socket: zmq.asyncio.Socket) -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+async def test_an_answer_in_several_parts_comes(pull, peer):
+    asked = asyncio.create_task(pull.ask(address_of(peer)))
+    identity, message = await peer.recv_multipart()
+    assert message == b"pull"
+    await asyncio.sleep(2 * TIMEOUT_S)  # slow, and within the lease
+    await peer.send_multipart((identity, b"to be continued"))
+    await peer.send_multipart((identity, b"done"))
+    assert await asked == b"done"
+
+
+async def test_nobody_at_the_address_is_noticed_at_once(pull, peer):
+    address = address_of(peer)
+    peer.unbind(address)
+    assert await pull.lost(address) < TIMEOUT_S
+
+
+async def test_a_peer_that_stands_still_before_it_heard_of_the_pull_never_does(pull):
+    heard = bytearray()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):  # the kernel accepts, the process says nothing
+            heard.extend(data)
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        assert TIMEOUT_S - 0.1 < await pull.lost(f"tcp://{host}:{port}") < 4 * TIMEOUT_S
+    assert heard
+    assert b"pull" not in heard
+
+
+async def test_what_a_peer_had_begun_to_write_has_its_time_after_its_death(pull, peer):
+    asked = asyncio.create_task(pull.lost(address_of(peer)))
+    await peer.recv_multipart()
+    died_s = time.monotonic()
+    peer.close()
+    await asked
+    assert TIMEOUT_S - 0.1 < time.monotonic() - died_s < 4 * TIMEOUT_S
+
+
+async def test_a_peer_that_says_nothing_is_waited_for_as_long_as_it_may_write(pull, peer):
+    asked = asyncio.create_task(pull.lost(address_of(peer), lease_s=0.8))
+    await peer.recv_multipart()
+    assert 0.7 < await asked < 1.5
