@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import pytest_asyncio
@@ -48,10 +49,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def offloading(model_dir: Path, offload: NativeOffloadConfig) -> AsyncIterator[Offloading]:
+async def offloading(
+    model_dir: Path, offload: NativeOffloadConfig, connector: Literal["none", "nixl"] = "none"
+) -> AsyncIterator[Offloading]:
     """A worker on the weights of seed 1."""
     sizes = load_sizes(model_dir)
-    config = VllmConfig(block_count=BLOCKS, max_running_samples=16, max_prefill_tokens=CHUNK_TOKENS, offload=offload)
+    config = VllmConfig(
+        block_count=BLOCKS,
+        max_running_samples=16,
+        max_prefill_tokens=CHUNK_TOKENS,
+        offload=offload,
+        connector=connector,
+    )
     engine = VllmEngine(model_dir, sizes, config, RUN)
     await engine.start()
     try:

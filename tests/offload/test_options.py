@@ -72,7 +72,7 @@ def test_memory_that_holds_no_context_is_refused_with_the_bytes_it_needs(model_d
         ({"type": "vllm", "offload": {"directory": "kv"}}, "directory and disk_bytes go together"),
         ({"type": "vllm", "offload": {"memory_bytes": 0}}, "memory_bytes"),
         ({"type": "vllm", "offload": {"disk": 1}}, "disk"),
-        ({"type": "vllm", "offload": {}, "connector": "nixl"}, "offload and connector = 'nixl' exclude each other"),
+        ({"type": "vllm", "offload": {}, "connector": "mooncake"}, "offload and connector = 'mooncake' exclude each"),
         ({"type": "embedded", "offload": {}}, "the embedded engine offloads no KV"),
         ({"offload": {"memory_bytes": MIB}}, "the embedded engine offloads no KV"),
     ],

@@ -98,10 +98,10 @@ class VllmConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _one_connector(self) -> VllmConfig:
-        if self.offload is not None and self.connector != "none":
+        if self.offload is not None and self.connector == "mooncake":
             raise ValueError(
-                f"offload and connector = {self.connector!r} exclude each other: vLLM's transfer knows no routes of "
-                "blocks that come out of another tier; offload in a pool that moves no KV"
+                "offload and connector = 'mooncake' exclude each other: the tiers were tried beside NIXL only; set "
+                "connector = 'nixl'"
             )
         return self
 

@@ -97,7 +97,9 @@ class VllmEngine:
         self._offload = Offload(config.offload, run_id)
         self._open: dict[str, OpenRequest] = {}
         self._connector = Connector(config)
-        self._prefills = Prefills(config, self._connector, self._salts, self._count_prompt, self._keep_prompt_routes)
+        self._prefills = Prefills(
+            config, self._connector, self._salts, self._offload, self._count_prompt, self._keep_prompt_routes
+        )
         self._swapping = asyncio.Lock()
         self._version: PolicyVersion | None = None
         self._update_task: asyncio.Task[UpdateReport] | None = None
@@ -266,7 +268,7 @@ class VllmEngine:
             extra_args=self._offload.extra_args(request.salt),
         )
         if open_request.transfer and sample.index == 0:
-            parameters.extra_args = {"kv_transfer_params": open_request.transfer}
+            parameters.extra_args = self._offload.extra_args(request.salt, open_request.transfer)
         if sampling.temperature >= GREEDY_BELOW:
             parameters.temperature = sampling.temperature  # vLLM rounds what is below 0.01 up, when it is built
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
@@ -310,7 +312,7 @@ class VllmEngine:
 
     def _oldest(self, salt: str) -> PolicyVersion:
         """Of any KV under a salt, that of other workers included."""
-        return min(self._salts.oldest(salt), self._offload.oldest(salt) or self._salts.oldest(salt))
+        return self._offload.oldest_of(salt, self._salts.oldest(salt))
 
     def _error_of(self, request: DecodeRequest) -> SlipstreamError:
         if isinstance(request.kv, KvReference):

@@ -17,6 +17,7 @@ def release_held(request_ids: Sequence[str]) -> list[str]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
+    (connector, *_) = getattr(connector, "sub_connectors", (connector,))  # the one that moves KV comes first
     worker = connector.connector_worker
     if hasattr(worker, "sender_loop"):
         return asyncio.run_coroutine_threadsafe(_expire(worker, set(request_ids)), worker.sender_loop).result()

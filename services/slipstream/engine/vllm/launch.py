@@ -65,10 +65,14 @@ def launch(
 
     keep_routes_when_merging()
     register()
-    transfer = connector.vllm_config()
+    options = connector.options()
     if config.offload is not None:
+        from slipstream.engine.vllm.offload.beside import beside
+
         remove_orphan_regions()
-        transfer = KVTransferConfig(**offload_options(config, model_dir, sizes))
+        offload = offload_options(config, model_dir, sizes)
+        options = offload if options is None else beside(options, offload)
+    transfer = KVTransferConfig(**options) if options is not None else None
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
         load_format="dummy",  # the first update brings the weights

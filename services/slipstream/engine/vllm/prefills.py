@@ -21,6 +21,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
+from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.salts import SaltVersions
 
 RELEASE_PAUSE_S = 0.01
@@ -49,11 +50,18 @@ class Prefills:
     """Running and held ones of one engine."""
 
     def __init__(
-        self, config: VllmConfig, connector: Connector, salts: SaltVersions, on_prompt: OnPrompt, on_rows: OnRows
+        self,
+        config: VllmConfig,
+        connector: Connector,
+        salts: SaltVersions,
+        offload: Offload,
+        on_prompt: OnPrompt,
+        on_rows: OnRows,
     ) -> None:
         self._config = config
         self._connector = connector
         self._salts = salts
+        self._offload = offload
         self._on_prompt = on_prompt
         self._on_rows = on_rows
         self._entries: dict[str, _Prefill] = {}
@@ -87,6 +95,7 @@ class Prefills:
             entry = _Prefill(request, self._loop.create_future(), self.version)
             self._entries[request.request_id] = entry
             self._salts.use(request.salt, self.version)
+            self._offload.use(request.salt, self.version)
             entry.task = self._loop.create_task(self._compute(entry))
         if entry.request != request:
             raise RequestIdReused("this request_id came with another prompt before", request_id=request.request_id)
@@ -166,7 +175,7 @@ class Prefills:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": held},
+            extra_args=self._offload.extra_args(request.salt, held),
         )
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
         output: Any = None
@@ -197,7 +206,9 @@ class Prefills:
         assert self.version is not None
         request, count = entry.request, len(entry.request.token_ids) - 1
         cached = min(output.num_cached_tokens or 0, count)
-        oldest = min(entry.oldest, self._salts.oldest(request.salt)) if cached else entry.oldest
+        oldest = entry.oldest
+        if cached:
+            oldest = min(oldest, self._offload.oldest_of(request.salt, self._salts.oldest(request.salt)))
         self._on_prompt(count, cached)
         rows = output.outputs[0].routed_experts
         if request.capture_routes and rows is not None and len(rows) == count + 1:

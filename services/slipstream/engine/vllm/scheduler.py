@@ -165,7 +165,10 @@ class OffloadMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._offload: Any = self.connector if hasattr(self.connector, "bind_routes") else None
+        connector: Any = self.connector
+        self._transferred = getattr(connector, "transferred", lambda request_id: False)
+        connector = getattr(connector, "offload", connector)  # beside one that moves KV
+        self._offload: Any = connector if hasattr(connector, "bind_routes") else None
         if self._offload is not None and self.enable_return_routed_experts:
             routes = self.routed_experts_mgr
             self._offload.bind_routes(routes.routed_experts_by_slot, routes.block_size)
@@ -177,7 +180,7 @@ class OffloadMixin(Scheduler):
         return outputs
 
     def _mark_unknown(self, request: Any, end: int) -> None:
-        if self._offload is None:  # else the routes came with the KV
+        if self._offload is None or self._transferred(request.request_id):  # else the routes came with the KV
             super()._mark_unknown(request, end)  # type: ignore[misc]
 
     def end_salt(self, salt: str) -> None:

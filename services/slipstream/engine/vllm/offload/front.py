@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import OffloadLoad
 from slipstream.engine.vllm.offload.config import NativeOffloadConfig
 from slipstream.engine.vllm.offload.files import BlockFiles
@@ -45,9 +45,11 @@ class Offload:
 
     # --- Requests ------------------------------------------------------------------------------------
 
-    def extra_args(self, salt: str) -> dict[str, Any] | None:
-        """Of a request's sampling parameters."""
-        return None if self._config is None else {"kv_transfer_params": {SALT: salt}}
+    def extra_args(self, salt: str, transfer: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Of a request's sampling parameters; `transfer`: what another connector is told of it."""
+        told = {} if self._config is None else {SALT: salt}
+        told |= transfer or {}
+        return {"kv_transfer_params": told} if told else None
 
     def none_args(self) -> dict[str, Any] | None:
         """Of a request that leaves nothing behind."""
@@ -62,9 +64,9 @@ class Offload:
         if len(self._marked) > KEPT_MARKERS:
             self._marked.popitem(last=False)
 
-    def oldest(self, salt: str) -> PolicyVersion:
-        """The oldest weights behind blocks that others may have written; unset if there are none."""
-        return UNSET if self._files is None else self._files.oldest(salt)
+    def oldest_of(self, salt: str, version: PolicyVersion) -> PolicyVersion:
+        """The oldest weights behind blocks of a salt: that version, or what others may have written."""
+        return version if self._files is None else min(version, self._files.oldest(salt) or version)
 
     # --- Salts ---------------------------------------------------------------------------------------
 
