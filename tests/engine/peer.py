@@ -1,4 +1,4 @@
-"""A vLLM prefill engine in a process of its own, to be killed: `python -m tests.engine.peer MODEL CONNECTOR PORT`.
+"""A vLLM prefill engine in a process of its own, to be killed: `python -m tests.engine.peer MODEL DEVICE DTYPE ...`.
 
 It computes each prompt that comes in as a line of JSON, and answers with the reference to its KV, leased.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest
+from tests.engine.engines import Vllm
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150.0
@@ -26,13 +27,14 @@ START_TIMEOUT_S = 150.0
 class Peer:
     """The other side of the pipe."""
 
-    def __init__(self, model_dir: Path, connector: str, port: int = 0) -> None:
+    def __init__(self, model_dir: Path, kind: Vllm, port: int = 0) -> None:
         self._model_dir = model_dir
-        self._connector = connector
+        self._kind = kind
         self.port = port or _free_port()
 
     async def __aenter__(self) -> Peer:
-        command = (sys.executable, "-m", "tests.engine.peer", str(self._model_dir), self._connector, str(self.port))
+        options = (self._kind.device, self._kind.dtype, self._kind.connector, str(self.port))
+        command = (sys.executable, "-m", "tests.engine.peer", str(self._model_dir), *options)
         path = os.pathsep.join((str(ROOT / "services"), str(ROOT), os.environ.get("PYTHONPATH", "")))  # the same vLLM
         self._process = await asyncio.create_subprocess_exec(
             *command,
@@ -80,11 +82,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def _serve(model_dir: Path, connector: str, port: int) -> None:
-    from tests.engine.engines import Limits, Vllm
+async def _serve(model_dir: Path, device: str, dtype: str, connector: str, port: int) -> None:
+    from tests.engine.engines import Limits
     from tests.engine.oracle import tensors
 
-    kind = Vllm(connector=connector, side_channel_port=port)  # type: ignore[arg-type]
+    kind = Vllm(device, dtype, connector, port)  # type: ignore[arg-type]
     engine = await kind.build(model_dir, Limits(), tensors(1))
     _say("ready")
     number = 0
@@ -102,4 +104,4 @@ def _say(answer: Any) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    asyncio.run(_serve(Path(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5])))

@@ -13,7 +13,7 @@ import torch
 from slipstream.common.errors import KvMismatch, KvTransferFailed, KvUnknown, Unsupported
 from slipstream.engine.base import FRAMES, KvPayload, KvReference
 from tests.engine.bench import Bench, prompt_of, unique, until
-from tests.engine.engines import TRANSFER_TIMEOUT_S
+from tests.engine.engines import TRANSFER_TIMEOUT_S, Vllm
 from tests.engine.oracle import crossing, near_tie
 from tests.engine.peer import Peer
 from tests.engine.test_agreement import rows_of
@@ -129,10 +129,10 @@ async def test_death_of_the_prefill_engine_before_during_and_after_a_transfer(be
     """By kill -9, in a process of its own. Nothing leaks, the decode engine goes on, and a new life is not the old."""
     if FRAMES in bench.engine.capabilities.kv_transports:
         return  # bytes come through the worker: tests/fault/test_prefill_deaths.py
-    (connector,) = bench.engine.capabilities.kv_transports
+    assert isinstance(bench.kind, Vllm)
     prompts = [prompt_of(200, seed=60 + number) for number in range(5)]
     expected = await bench.greedy(prompts[0], 50)
-    async with Peer(model_dir, connector) as peer:
+    async with Peer(model_dir, bench.kind) as peer:
         after = bench.request(prompts[0], kv=await peer.prefill(prompts[0]), temperature=0.0, max_new_tokens=50)
         stream = bench.engine.decode_batches(after, flush_s=0.0)
         answer = [token for chunk in await anext(stream) for token in chunk.token_ids]  # the transfer is over
@@ -151,7 +151,7 @@ async def test_death_of_the_prefill_engine_before_during_and_after_a_transfer(be
         assert answer == expected
     assert await bench.greedy(prompts[0], 50) == expected
     await bench.idle()
-    async with Peer(model_dir, connector, peer.port) as again:  # at the same address
+    async with Peer(model_dir, bench.kind, peer.port) as again:  # at the same address
         await fails(bench, prompts[4], stale)
         kv = await again.prefill(prompts[4])
         assert kv.params != stale.params

@@ -32,8 +32,8 @@ STAGES: dict[str, tuple[int, list[str]]] = {
         300,
         [*PYTEST, "tests/engine", *ON_GPU, "--dtype", "bfloat16", "-k", "update or salts or decode or routes"],
     ),
-    "fp8": (200, [*PYTEST, "tests/gpu/test_quantised.py", "-s"]),
-    "offload": (200, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
+    "fp8": (300, [*PYTEST, "tests/gpu/test_quantised.py", "-s"]),
+    "offload": (300, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
     "load": (420, [*LOAD, "--parts", "service,updates,large_update"]),
     "load_rest": (360, [*LOAD, "--parts", "service,capture,memory", "--seconds", "6"]),
 }
