@@ -7,7 +7,7 @@ natural logarithm of softmax(logits / temperature), before top-k and top-p; gree
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -334,10 +334,10 @@ class EngineLoad:
 class PausedEngine(Protocol):
     """What `verify` sees of an engine between two steps, the new weights in place."""
 
-    def parameters(self) -> Mapping[str, np.ndarray]:
+    def parameters(self, wanted: Collection[str] = ()) -> Mapping[str, np.ndarray]:
         """The live parameters by Hugging Face name, as the engine will use them. Valid during the call only.
 
-        Reading one may mean to fetch it; the names are known at once.
+        Reading one may mean to fetch it, and then those that are `wanted` come together; the names are known at once.
         """
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class ArrayEngine:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    def parameters(self) -> dict[str, np.ndarray]:
+    def parameters(self, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         return self.held
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ class Reading(PausedEngine):
 
         self._live = Live(live)
 
-    def parameters(self) -> dict[str, np.ndarray]:
+    def parameters(self, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         return self._live
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:

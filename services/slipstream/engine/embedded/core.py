@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -424,7 +424,7 @@ class EngineCore:
             sample.spans.append((self.batch.sampled_count(row), version))
         return UpdateReport(version, previous, time.monotonic() - paused_at, apply_s, self.batch.count)
 
-    def parameters(self) -> dict[str, np.ndarray]:
+    def parameters(self, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """The live parameters by Hugging Face name."""
         return self.weights.arrays()
 

@@ -51,8 +51,9 @@ class Arena:
 
     def fill(self, tensors: Mapping[str, Any]) -> None:
         """Copy tensors in, in this arena's dtype."""
-        for name, view in self.tensors().items():
-            view.copy_(tensors[name])
+        views = self.tensors()
+        for name, tensor in tensors.items():
+            views[name].copy_(tensor)
 
     def pin(self) -> bool:
         """Let the GPU read it at full speed; False where that is not possible."""

@@ -37,7 +37,10 @@ class LiveWeights:
         """Of the quantised modules that were read."""
 
     def tensors(self, names: Set[str]) -> dict[str, Tensor]:
-        """Some of the parameters that were applied, as they are in use, in host memory and the dtype applied."""
+        """Some of the parameters that were applied, as they are in use, in the dtype applied.
+
+        One that is equal to what was applied is given out as that very tensor.
+        """
         live: dict[str, Tensor] = {}
         for group in self._groups:
             wanted = names & set(group.names)
@@ -85,7 +88,9 @@ class LiveWeights:
             same = error <= QUANTIZATION_ERROR
         else:
             same = torch.equal(whole, before)
-        parts = (before if same else whole.to(before.dtype)).split([tensor.numel() for tensor in applied])
+        if same:
+            return dict(zip(group.names, applied, strict=True))
+        parts = whole.to(before.dtype).split([tensor.numel() for tensor in applied])
         return {name: p.view(t.shape) for name, p, t in zip(group.names, parts, applied, strict=True)}
 
     def _cut(self, group: Group, parameter: Tensor, wanted: Set[str]) -> dict[str, Tensor]:
@@ -94,8 +99,9 @@ class LiveWeights:
         for name in group.names:
             applied = self._applied[name]
             if name in wanted:
-                live = flat[at : at + applied.numel()].cpu().view(applied.shape)
-                found[name] = applied if torch.equal(live, applied) else live
+                live = flat[at : at + applied.numel()].view(applied.shape)  # compared where it lies
+                same = torch.equal(live, applied.to(live.device, non_blocking=True))
+                found[name] = applied if same else live
             at += applied.numel()
         return found
 

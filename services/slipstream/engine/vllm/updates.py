@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from slipstream.engine.vllm.layout import Layout
 from slipstream.models.base import Sizes
 
 ATTACH_POLL_S = 0.02
-READ_AT_ONCE_BYTES = 64 << 20
 
 Rpc = Callable[..., Awaitable[Any]]
 Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
@@ -69,19 +68,21 @@ class WeightArenas:
 
 
 class LiveParameters(Mapping[str, np.ndarray]):
-    """The parameters in use by name, read from the worker: all at once if they are few, else each when asked for."""
+    """The parameters in use by name, read from the worker: those wanted at once, any other when it is asked for."""
 
-    def __init__(self, names: Collection[str], read: Callable[[list[str]], dict[str, np.ndarray]], size: int) -> None:
+    def __init__(
+        self, names: Collection[str], wanted: Collection[str], read: Callable[[list[str]], dict[str, np.ndarray]]
+    ) -> None:
         self._names = dict.fromkeys(names)
+        self._wanted = [name for name in dict.fromkeys(wanted) if name in self._names]
         self._read = read
-        self._at_once = size <= READ_AT_ONCE_BYTES
         self._known: dict[str, np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._names:
             raise KeyError(name)
         if name not in self._known:
-            self._known = self._read(list(self._names) if self._at_once else [name])
+            self._known = self._read(self._wanted if name in self._wanted else [name])
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -96,7 +97,7 @@ class Paused(PausedEngine):
 
     def __init__(
         self,
-        live: Callable[[Callable[[Awaitable[Any]], Any]], LiveParameters],
+        live: Callable[[Callable[[Awaitable[Any]], Any], Collection[str]], LiveParameters],
         probe: Probe,
         loop: asyncio.AbstractEventLoop,
         timeout_s: float,
@@ -106,8 +107,8 @@ class Paused(PausedEngine):
         self._loop = loop
         self._timeout_s = timeout_s
 
-    def parameters(self) -> LiveParameters:
-        return self._live(self._call)
+    def parameters(self, wanted: Collection[str] = ()) -> LiveParameters:
+        return self._live(self._call, wanted)
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         return self._call(self._probe(token_ids))
@@ -179,11 +180,11 @@ class Swapper:
     async def _verify(self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]) -> None:
         held = tensors.keys() if not self._spread else await self._call("slipstream_own_names", arena.path)
 
-        def live(call: Callable[[Awaitable[Any]], Any]) -> LiveParameters:
+        def live(call: Callable[[Awaitable[Any]], Any], wanted: Collection[str]) -> LiveParameters:
             def read(names: list[str]) -> dict[str, np.ndarray]:
                 return call(self._read(arena, names, tensors))
 
-            return LiveParameters(held, read, self.size_bytes)
+            return LiveParameters(held, wanted, read)
 
         paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
         await asyncio.to_thread(verify, paused)
@@ -207,14 +208,14 @@ class Swapper:
         current = self._arenas.current
         assert current is not None
         with _scratch(current.layout, list(current.layout.places)) as target:
-            errors = await self._call("slipstream_read_back", current.path, list(current.layout.places), target.path)
+            _, errors = await self._call("slipstream_read_back", current.path, list(current.layout.places), target.path)
         return await self._call("slipstream_quantised", current.path), errors
 
     async def _read(self, arena: Arena, names: list[str], given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Parameters in use. What is equal to what was applied comes as it was given, of whatever dtype."""
         with _scratch(arena.layout, names) as target:
-            await self._call("slipstream_read_back", arena.path, names, target.path)
-            return await asyncio.to_thread(_compare, target.tensors(), arena.tensors(), given)
+            equal, _ = await self._call("slipstream_read_back", arena.path, names, target.path)
+            return await asyncio.to_thread(_named, target.tensors(), arena.tensors(), set(equal), given)
 
     def close(self) -> None:
         self._arenas.close()
@@ -234,16 +235,17 @@ def _scratch(layout: Layout, names: list[str]) -> Generator[Arena, None, None]:
         arena.close()
 
 
-def _compare(
-    live: dict[str, torch.Tensor], applied: dict[str, torch.Tensor], given: Mapping[str, Any]
+def _named(
+    live: dict[str, torch.Tensor], applied: dict[str, torch.Tensor], equal: Set[str], given: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
+    """Arrays of what was read back; what the worker found equal to what was applied was not moved."""
     found: dict[str, np.ndarray] = {}
     for name, tensor in live.items():
-        if name in given and torch.equal(tensor.view(torch.uint8), applied[name].view(torch.uint8)):
+        if name in equal and name in given:
             value = given[name]
             if isinstance(value, torch.Tensor):  # numpy has no bfloat16
                 value = (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
             found[name] = np.asarray(value)
         else:
-            found[name] = tensor.to(torch.float32, copy=True).numpy()
+            found[name] = (applied[name] if name in equal else tensor).to(torch.float32, copy=True).numpy()
     return found

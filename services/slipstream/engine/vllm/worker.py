@@ -87,17 +87,21 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}", {}
         return "", sampled_counts(self.model_runner)
 
-    def slipstream_read_back(self, applied: str, names: list[str], target: str) -> dict[str, float]:
-        """Write the weights in use to another arena. Returns the quantised modules among them and their errors."""
+    def slipstream_read_back(self, applied: str, names: list[str], target: str) -> tuple[list[str], dict[str, float]]:
+        """Compare weights in use with those applied, and write what differs to another arena.
+
+        Returns the names of those that are equal, and the quantised modules among all with their errors.
+        """
         tensors = self._arenas[applied].tensors()
         live = self._live(self._arenas[applied])
         with torch.inference_mode():
             found = live.tensors(set(names))
+        equal = [name for name, tensor in found.items() if tensor is tensors[name]]
         layout = Layout.of({name: tuple(tensors[name].shape) for name in names}, self._arenas[applied].layout.dtype)
         arena = Arena(layout, target)
-        arena.fill(found)
+        arena.fill({name: tensor for name, tensor in found.items() if tensor is not tensors[name]})
         arena.close()
-        return live.errors
+        return equal, live.errors
 
     def slipstream_quantised(self, applied: str) -> dict[str, str]:
         """Modules that are quantised, and how."""
