@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,19 @@ async def test_draws_depend_on_seed_and_sample_and_not_on_the_batch(bench: Bench
     other = [sample.token_ids for sample in await bench.ask(prompt, 4, seed=8)]
     assert [sample.token_ids for sample in together] == alone
     assert len({tuple(tokens) for tokens in alone + other}) == 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+async def test_a_sample_that_goes_on_from_its_own_tokens_is_the_one_that_never_stopped(bench: Bench, temperature):
+    """By its index among its siblings it keeps its own draws, though it is alone in its request."""
+    prompt = prompt_of(bench.block + 3)
+    whole = await bench.ask(prompt, 3, max_new_tokens=24, temperature=temperature)
+    for index, sample in enumerate(whole):
+        cut = 5 + 6 * index
+        request = bench.request([*prompt, *sample.token_ids[:cut]], max_new_tokens=24 - cut, temperature=temperature)
+        (rest,) = await bench.run(replace(request, sample_indexes=(index,)))
+        assert rest.token_ids == sample.token_ids[cut:]
+        assert rest.logprobs == pytest.approx(sample.logprobs[cut:], abs=10 * bench.kind.tolerance)
 
 
 async def test_32_requests_at_once_all_end_and_none_is_mixed_up(bench: Bench):

@@ -11,7 +11,7 @@ import grpc
 
 from slipstream.api.inference.v1 import decode_pb2, decode_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.errors import RequestIdReused
+from slipstream.common.errors import RequestIdReused, SlipstreamError
 from slipstream.decode.kv_client import KvClient
 from slipstream.engine.base import FRAMES, DecodeRequest, Engine, KvReference, SampleChunk
 from slipstream.engine.checks import require_transport
@@ -21,6 +21,7 @@ from slipstream.engine.worker.rows import RowsHolder
 from slipstream.engine.worker.worker import Servicer, Worker
 
 DEFAULT_FLUSH_S = 1.0
+EARLY = 0.9
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -53,6 +54,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         if ready:
                             news = [self._to_proto(job, chunk) for chunk in ready]
                             yield prompt.told(decode_pb2.DecodeResponse(chunks=news))
+            except SlipstreamError:  # the caller goes on elsewhere from what there is
+                if left := joined.take():
+                    yield prompt.told(decode_pb2.DecodeResponse(chunks=[self._to_proto(job, c) for c in left]))
+                raise
             finally:
                 if isinstance(job.kv, KvReference):  # its blocks went with its transfer, unless there was none
                     self._kv.release(request.kv)
@@ -82,6 +87,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             request.capture_routes,
             request.first_route_position,
             request.for_training,
+            tuple(request.sample_indexes),
         )
         self._engine.check(job)  # before its KV is pulled
         if request.HasField("kv"):
@@ -120,25 +126,23 @@ class PromptRoutes:
 
 
 class JoinedChunks:
-    """Joins chunks into few messages: all samples are done, or the first one kept has waited `flush_s`."""
+    """Joins chunks into few messages: all samples are done, or the last message is about `flush_s` old."""
 
     def __init__(self, sample_count: int, flush_s: float) -> None:
         self._left = sample_count
-        self._flush_s = flush_s
+        self._pause_s = flush_s * EARLY  # the engine's own clock says when: its news must not wait for the next
         self._chunks: list[SampleChunk] = []
-        self._since_s = 0.0
+        self._sent_s = time.monotonic()
 
     def add(self, chunks: list[SampleChunk]) -> list[SampleChunk]:
         """Take chunks in; returns what is to be sent now."""
-        now_s = time.monotonic()
-        if not self._chunks:
-            self._since_s = now_s
         self._chunks += chunks
         self._left -= sum(bool(chunk.finish_reason) for chunk in chunks)
-        return self.take() if self._left <= 0 or now_s - self._since_s >= self._flush_s else []
+        return self.take() if self._left <= 0 or time.monotonic() - self._sent_s >= self._pause_s else []
 
     def take(self) -> list[SampleChunk]:
         chunks, self._chunks = self._chunks, []
+        self._sent_s = time.monotonic()
         return chunks
 
 

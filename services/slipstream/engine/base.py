@@ -143,7 +143,13 @@ class DecodeRequest:
     first_route_position: int = 0
     """As in `PrefillRequest`, for the rows of a prompt that is computed here."""
     for_training: bool = False
-    """The policy gradient divides by these log-probabilities, so what biases them is refused (`check_sampling`)."""
+    """The policy gradient divides by these log-probabilities, so what biases them is refused (`check_unbiased`)."""
+    sample_indexes: tuple[int, ...] = ()
+    """What each sample draws with, where that is not its place in `sample_ids`."""
+
+    def draw_index(self, place: int) -> int:
+        """The index that the sample at `place` draws with."""
+        return self.sample_indexes[place] if self.sample_indexes else place
 
 
 @dataclass

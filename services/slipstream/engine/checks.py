@@ -60,6 +60,9 @@ def check_decode(
         raise _over("sample_ids", "max_samples", limits.max_samples)
     if len(set(request.sample_ids)) < len(request.sample_ids):
         raise InvalidRequest("two samples have the same id", field="sample_ids")
+    indexes = request.sample_indexes
+    if indexes and (not len(indexes) == len(set(indexes)) == len(request.sample_ids) or min(indexes) < 0):
+        raise InvalidRequest("not one index for each sample, each another", field="sample_indexes")
     if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
         raise _over("stop_token_ids", "max_stop_token_ids", limits.max_stop_token_ids)
     if request.for_training:

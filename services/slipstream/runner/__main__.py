@@ -44,7 +44,6 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         address,
         epoch,
         rollout_log.write,
-        peers.release_routes,
     )
     loops = RunnerLoops(
         config.replica or "runner",

@@ -14,13 +14,14 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.version import PolicyVersion
 from slipstream.runner import telemetry
+from slipstream.runner.attempt import attempt_name
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt, ScoredSample, TaskKey
+from slipstream.runner.rollout import STOP, Rollout
 from slipstream.runner.spool import Rows, Spool
-from slipstream.runner.turns import Sample, Turn, TurnClient, attempt_name
+from slipstream.runner.turns import Conversation, TurnClient
 
 log = structlog.get_logger()
 
-STOP = types_pb2.FINISH_REASON_STOP
 EXTERNAL = runner_pb2.GROUP_PURPOSE_EXTERNAL
 MAX_ANSWER_BYTES = 4 << 20
 
@@ -41,7 +42,6 @@ class GroupRunner:
         address: str,
         epoch: str,
         write_rollouts: Callable[[list[dict[str, Any]]], None],
-        release_routes: Callable[[list[types_pb2.RowsRef]], None],
     ) -> None:
         self._environments = environments
         self._turns = turns
@@ -49,7 +49,6 @@ class GroupRunner:
         self._address = address
         self._epoch = epoch
         self._write_rollouts = write_rollouts
-        self._release_routes = release_routes
 
     async def run(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt) -> runner_pb2.GroupReport:
         """Run a group whose prompt is rendered. Cancelling the task frees the engines' blocks first."""
@@ -60,64 +59,62 @@ class GroupRunner:
         )
         if not assignment.sampling.stop_token_ids:
             assignment.sampling.stop_token_ids.extend(prompt.stop_token_ids)
+        conversation = self._turns.begin(assignment, prompt.token_ids)
         try:
-            turn = await self._turns.run(assignment, prompt.token_ids, deadline_s)
-            scores, executions = await self._score(assignment, turn)
+            scores, executions = await self._converse(assignment, conversation, deadline_s)
         except SlipstreamError as error:
             report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
             report.reason, report.detail = error.reason, error.message[:4096]
         else:
             report.outcome = runner_pb2.GROUP_OUTCOME_FINISHED
             report.sandbox_execution_count = executions
-            report.rollouts.extend(self._records(assignment, prompt, turn, scores))
+            report.rollouts.extend(self._records(assignment, conversation.rollouts, scores))
             if assignment.purpose == EXTERNAL:
-                _answer(report, assignment, prompt, turn, scores)
+                _answer(report, assignment, prompt, conversation.rollouts, scores)
             telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
-            self._write_rollouts(_lines(assignment, prompt, turn, scores))
+            self._write_rollouts(_lines(assignment, prompt, conversation.rollouts, scores))
         duration_s = time.monotonic() - started_s
         telemetry.group_duration.labels(assignment.environment).observe(duration_s)
         report.duration_ms = int(duration_s * 1000)
         return report
 
-    async def _score(self, assignment: runner_pb2.GroupAssignment, turn: Turn) -> tuple[list[ScoredSample], int]:
-        samples = [(sample.token_ids, sample.finish_reason == STOP) for sample in turn.samples]
-        scored = False
+    async def _converse(
+        self, assignment: runner_pb2.GroupAssignment, conversation: Conversation, deadline_s: float
+    ) -> tuple[list[ScoredSample], int]:
+        """All turns of a group, and their scores. An environment has one turn today."""
+        ended = False
         try:
+            await conversation.answer(deadline_s)
+            samples = [(rollout.answer, rollout.finish_reason == STOP) for rollout in conversation.rollouts]
             result = await self._environments.score(task_of(assignment), samples)
-            scored = True
+            ended = True
             return result
         finally:
-            if not scored:  # failed or cancelled: nobody will ask for its routes
-                self._release_routes([ref for sample in turn.samples for ref in _routes(turn, sample)])
+            if not ended:  # failed or cancelled: nobody will ask for its routes
+                conversation.release_routes()
 
     def _records(
-        self,
-        assignment: runner_pb2.GroupAssignment,
-        prompt: RenderedPrompt,
-        turn: Turn,
-        scores: list[ScoredSample],
+        self, assignment: runner_pb2.GroupAssignment, rollouts: list[Rollout], scores: list[ScoredSample]
     ) -> list[runner_pb2.RolloutRecord]:
-        prompt_count = len(prompt.token_ids)
         records = []
-        for index, (sample, score) in enumerate(zip(turn.samples, scores, strict=True)):
+        for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
             key = f"{attempt_name(assignment)}.{index}"
-            token_count = prompt_count + len(sample.token_ids)
             records.append(
                 runner_pb2.RolloutRecord(
                     rollout_id=f"{assignment.group_id}.{assignment.attempt}.{index}",
                     sample_index=index,
                     reward=score.reward,
                     correct=score.correct,
-                    prompt_token_count=prompt_count,
-                    token_count=token_count,
-                    finish_reason=sample.finish_reason,
-                    loss_ranges=[types_pb2.RowRange(start=prompt_count, end=token_count)],
-                    spans=sample.spans,
-                    token_ids=self._hold(f"t/{key}", "int32", prompt.token_ids + sample.token_ids),
-                    logprobs=self._hold(f"l/{key}", "float32", [0.0] * prompt_count + sample.logprobs),
-                    routes=_routes(turn, sample),
-                    cached_token_count=turn.cached_token_count if index == 0 else 0,
-                    prefix_query_token_count=prompt_count - 1 if index == 0 else 0,
+                    prompt_token_count=rollout.prompt_token_count,
+                    token_count=len(rollout.token_ids),
+                    finish_reason=rollout.finish_reason,
+                    loss_ranges=[types_pb2.RowRange(start=start, end=end) for start, end in rollout.sampled],
+                    spans=rollout.spans,
+                    token_ids=self._hold(f"t/{key}", "int32", rollout.token_ids),
+                    logprobs=self._hold(f"l/{key}", "float32", rollout.logprobs),
+                    routes=rollout.routes,
+                    cached_token_count=rollout.cached_token_count,
+                    prefix_query_token_count=rollout.prefix_query_token_count,
                 )
             )
         return records
@@ -140,28 +137,24 @@ def _answer(
     report: runner_pb2.GroupReport,
     assignment: runner_pb2.GroupAssignment,
     prompt: RenderedPrompt,
-    turn: Turn,
+    rollouts: list[Rollout],
     scores: list[ScoredSample],
 ) -> None:
     """Put what a third party wants to read into the report itself, within a bound."""
     if not assignment.HasField("prompt"):
         report.prompt = prompt.text
-    for record, sample, score in zip(report.rollouts, turn.samples, scores, strict=True):
+    for record, rollout, score in zip(report.rollouts, rollouts, scores, strict=True):
         record.answer.text = score.text
         if assignment.include_tokens:
-            record.answer.token_ids.extend(sample.token_ids)
-            record.answer.logprobs.extend(sample.logprobs)
+            record.answer.token_ids.extend(rollout.token_ids[rollout.prompt_token_count :])
+            record.answer.logprobs.extend(rollout.logprobs[rollout.prompt_token_count :])
     if sum(record.answer.ByteSize() for record in report.rollouts) > MAX_ANSWER_BYTES:
         for record in report.rollouts:
             record.answer.CopyFrom(runner_pb2.Answer(omitted=True))
 
 
-def _routes(turn: Turn, sample: Sample) -> list[types_pb2.RowsRef]:
-    return [routes for routes in (turn.prompt_routes, sample.routes) if routes is not None]
-
-
 def _lines(
-    assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt, turn: Turn, scores: list[ScoredSample]
+    assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt, rollouts: list[Rollout], scores: list[ScoredSample]
 ) -> list[dict[str, Any]]:
     """What `rollouts/*.jsonl` keeps of each sample."""
     return [
@@ -178,10 +171,10 @@ def _lines(
             "completion": score.text,
             "reward": score.reward,
             "correct": score.correct,
-            "finish_reason": types_pb2.FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
-            "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in sample.spans],
+            "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
+            "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
         }
-        for index, (sample, score) in enumerate(zip(turn.samples, scores, strict=True))
+        for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True))
     ]
 
 

@@ -18,7 +18,13 @@ rollout_log_stuck = Reading(
     "gauge", "slipstream_runner_rollout_log_stuck", "1 while rollouts wait for room on the disk."
 )
 rollouts = Counter("slipstream_runner_rollouts", "Rollouts finished, by environment.", ["environment"])
-turns = Counter("slipstream_runner_turns", "Model turns of a group that ended, by outcome.", ["outcome"])
+turns = Counter("slipstream_runner_turns", "Requests for model turns that ended, by outcome.", ["outcome"])
+kept_tokens = Counter(
+    "slipstream_runner_kept_tokens", "Sampled tokens of turns that broke off, which went on from them."
+)
+untrusted_tokens = Counter(
+    "slipstream_runner_untrusted_tokens", "Sampled tokens dropped, as they do not belong into their rollouts."
+)
 environment_failures = Counter(
     "slipstream_runner_environment_failures", "Calls of environment code that failed, by environment.", ["environment"]
 )

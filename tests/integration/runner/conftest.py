@@ -147,9 +147,10 @@ class FakeWorker(
         if self.failure is not None:
             raise self.failure
         kv = prefill_pb2.KvHandle(address=self.address, replica=self.replica, transfer_id=request.request_id)
-        return prefill_pb2.PrefillResponse(
-            kv=kv, version=VERSION, cached_token_count=4, routes=self._routes(f"p/{request.request_id}")
-        )
+        response = prefill_pb2.PrefillResponse(kv=kv, version=VERSION, cached_token_count=4)
+        if request.first_route_position < len(request.prompt.new_token_ids) - 1:
+            response.routes.CopyFrom(self._routes(f"p/{request.request_id}"))
+        return response
 
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
         self.decodes.append(request)
@@ -183,7 +184,7 @@ class FakeWorker(
             sample_index=index,
             token_ids=token_ids,
             logprobs=[-0.5 * (position + 1) for position in range(len(token_ids))],
-            spans=[types_pb2.VersionSpan(token_count=len(token_ids), version=VERSION)],
+            spans=[types_pb2.VersionSpan(token_count=len(token_ids), version=request.min_policy_version)],
             finish_reason=types_pb2.FINISH_REASON_STOP,
             routes=self._routes(f"d/{request.sample_ids[index]}"),
         )

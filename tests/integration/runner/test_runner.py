@@ -102,17 +102,24 @@ async def test_a_group_run_again_after_a_restore_has_rows_of_its_own(world: Any)
     assert [request.request_id for request in world.router.asked] == ["g1.1.1", "g1.2.1"]
 
 
-async def test_a_broken_decode_stream_is_sampled_again_under_new_ids(world: Any) -> None:
+async def test_a_broken_decode_stream_leaves_what_had_come_and_the_rest_is_sampled_under_new_ids(world: Any) -> None:
     world.workers["decode-1"].breaks_after_first_chunk = True
     report = await world.report(await world.give())
-    assert [record.token_count for record in report.rollouts] == [len(PROMPT) + 2] * 2  # nothing of the first try
+    assert [record.token_count for record in report.rollouts] == [len(PROMPT) + 2] * 2
     assert list(world.workers["decode-1"].decodes[0].sample_ids) == ["g1.1.1.0", "g1.1.1.1"]
-    assert list(world.workers["decode-2"].decodes[0].sample_ids) == ["g1.1.1.0~1", "g1.1.1.1~1"]
+    again = world.workers["decode-2"].decodes[0]
+    assert (list(again.sample_ids), list(again.sample_indexes)) == (["g1.1.1.1~1"], [1])
     assert [record.rollout_id for record in report.rollouts] == ["g1.1.0", "g1.1.1"]
-    assert [ref.key for ref in report.rollouts[0].routes] == ["p/g1.1.1~1", "d/g1.1.1.0~1"]
+    assert [[ref.key for ref in record.routes] for record in report.rollouts] == [
+        ["p/g1.1.1", "d/g1.1.1.0"],
+        ["p/g1.1.1", "d/g1.1.1.1~1"],
+    ]
+    asked = [(record.cached_token_count, record.prefix_query_token_count) for record in report.rollouts]
+    assert asked == [(4, len(PROMPT) - 1)] * 2
     assert ("aborted", "decode-1", "g1.1.1") in world.events
     assert ("aborted", "prefill-1", "g1.1.1") in world.events
-    await world.until(lambda: world.workers["decode-1"].released_rows == ["d/g1.1.1.0"])
+    await world.until(lambda: len(world.router.released) == 2)
+    assert world.workers["decode-1"].released_rows == []
 
 
 async def test_a_group_that_no_worker_takes_fails_at_its_deadline(world: Any) -> None:

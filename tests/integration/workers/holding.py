@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
@@ -59,6 +60,10 @@ class HoldingEngine:
         self.points: defaultdict[str, Point] = defaultdict(Point)
         self.updates = 0
         """Swaps asked of the engine."""
+        self.decodes: list[DecodeRequest] = []
+        """All that were asked of it."""
+        self.batches_sent = 0
+        """Lists of chunks that whoever asked has taken."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -70,10 +75,19 @@ class HoldingEngine:
     async def decode_batches(
         self, request: DecodeRequest, flush_s: float = 1.0
     ) -> AsyncGenerator[list[SampleChunk], None]:
+        self.decodes.append(request)
         await self.points["decode"].passed()
         async with aclosing(self._engine.decode_batches(request, flush_s)) as batches:
             async for chunks in batches:
                 yield chunks
+                self.batches_sent += 1
+
+    def pace(self, step_s: float) -> None:
+        """Make every step of an embedded engine take that much longer, so that a turn can be met half-way."""
+        core = getattr(self._engine, "_core", None)
+        if core is not None:  # vLLM is slow enough
+            step = core.step
+            core.step = lambda: (time.sleep(step_s), step())[1]
 
     async def update(
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]

@@ -387,4 +387,4 @@ async def test_a_worker_that_is_restarted_in_an_update_takes_nothing_until_it_is
     cluster.state.versions["serving"] = V1
     restarted.tasks.append(asyncio.create_task(restarted.worker.updates.follow()))
     await restarted.serving(V1)  # what the run serves, not the newest
-    assert [len(sample.token_ids) for sample in (await turns.ask(PROMPT)).samples] == [8, 8]
+    assert [len(each.answer) for each in (await turns.ask(PROMPT)).rollouts] == [8, 8]

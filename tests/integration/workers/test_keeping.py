@@ -47,19 +47,19 @@ async def test_of_500_arrivals_during_20_updates_none_is_lost_or_reads_older_kv(
     assert len(answers) == ARRIVALS
     crossed = 0
     for (dispatched, _), turn in zip(asked, answers, strict=True):
-        for sample in turn.samples:
-            assert len(sample.token_ids) == 24
-            assert sum(span.token_count for span in sample.spans) == 24
-            versions = [PolicyVersion.from_proto(span.version) for span in sample.spans]
+        for rollout in turn.rollouts:
+            assert len(rollout.answer) == 24
+            assert sum(span.token_count for span in rollout.spans) == 24
+            versions = [PolicyVersion.from_proto(span.version) for span in rollout.spans]
             assert versions == sorted(versions)
-            oldest = min(PolicyVersion.from_proto(span.kv_oldest_version) for span in sample.spans)
+            oldest = min(PolicyVersion.from_proto(span.kv_oldest_version) for span in rollout.spans)
             assert dispatched <= oldest <= versions[0]
             crossed += len(set(versions)) > 1
     assert crossed > 0
     assert applied >= 3 * UPDATES
     assert (asked[0][0], len({dispatched for dispatched, _ in asked})) == (V1, UPDATES)
     fresh = await turns.ask(PROMPTS[0], "fresh", version=last)
-    assert [sample.token_ids for sample in fresh.samples] == [cluster.greedy(last, PROMPTS[0], 8)] * 2
+    assert [rollout.answer for rollout in fresh.rollouts] == [cluster.greedy(last, PROMPTS[0], 8)] * 2
     await turns.nothing_left()
 
 
@@ -118,7 +118,7 @@ async def test_a_worker_that_dies_in_its_swap_holds_nobody_up_and_is_refitted_wh
         assert time.monotonic() - started_s < 10
         point.open()
         await decoder.stop()
-        assert [len(sample.token_ids) for sample in (await turns.ask(PROMPTS[0], version=V2)).samples] == [8, 8]
+        assert [len(each.answer) for each in (await turns.ask(PROMPTS[0], version=V2)).rollouts] == [8, 8]
         restarted = await cluster.restart(decoder)
         await restarted.serving(V2)
         async with asyncio.timeout(10):

@@ -2,104 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from prometheus_client import REGISTRY
 
 from slipstream.api.inference.v1 import decode_pb2
-from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.auth import Access
-from slipstream.common.channel import open_channel
-from slipstream.common.version import PolicyVersion
-from slipstream.runner.servicer import RowsServicer
-from slipstream.runner.spool import Rows, Spool
-from slipstream.trainer.fetch import RowsClient
-from slipstream.trainer.portions import PlanReader
-from slipstream.trainer.rows import RouteForm
-from slipstream.trainer.sequence import TrainSequence
-from slipstream.trainer.torch_thread import TorchThread
+from tests.integration.workers.rows import V1, oracle_rows, read
 
-V1 = PolicyVersion(1, 1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-SMALL_WINDOW_BYTES = 2
-"""A micro-batch at a time."""
-
-
-class Tokens:
-    """Tokens and log-probabilities of rollouts, as a runner holds them, without a process."""
-
-    def __init__(self) -> None:
-        self.spool = Spool(1 << 20)
-
-    def refs(self, address: str, name: str, tokens: Sequence[int]) -> dict[str, types_pb2.RowsRef]:
-        refs = {}
-        for field, dtype in (("token_ids", np.int32), ("logprobs", np.float32)):
-            values = np.array(tokens if field == "token_ids" else [-1] * len(tokens), dtype)
-            key = f"{field}/{name}"
-            self.spool.put(key, Rows(values.tobytes()))
-            span = types_pb2.RowRange(start=0, end=len(tokens))
-            refs[field] = types_pb2.RowsRef(
-                holder=address, key=key, dtype=values.dtype.name, ranges=[span], size_bytes=values.nbytes
-            )
-        return refs
-
-
-def moved_bytes_so_far() -> float:
-    return REGISTRY.get_sample_value("slipstream_worker_rows_sent_bytes_total") or 0.0
-
-
-async def read(
-    cluster: Any, rollouts: list[tuple[list[int], list[types_pb2.RowsRef]]]
-) -> tuple[list[TrainSequence], int]:
-    """The sequences of rollouts (tokens, route references), a micro-batch each, and the bytes of routes moved."""
-    from slipstream.api.rollout.v1 import rows_pb2_grpc
-    from slipstream.common.config import ServiceConfig
-    from slipstream.common.runtime import build_server
-
-    tokens, torch_thread = Tokens(), TorchThread(1)
-    service = "slipstream.api.rollout.v1.RowsService"
-    add = rows_pb2_grpc.add_RowsServiceServicer_to_server
-    server, port = build_server(ServiceConfig(), [(add, RowsServicer(tokens.spool), service)])
-    await server.start()
-    client = RowsClient(lambda address: open_channel(address, Access()), 10.0)
-    reader = PlanReader(client, torch_thread, SMALL_WINDOW_BYTES)
-    planned = []
-    for number, (ids, routes) in enumerate(rollouts):
-        refs = tokens.refs(f"127.0.0.1:{port}", str(number), ids)
-        planned.append(
-            batch_pb2.PlannedSequence(
-                token_count=len(ids), token_ids=refs["token_ids"], logprobs=refs["logprobs"], routes=routes
-            )
-        )
-    plan = batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=[each]) for each in planned])
-    before = moved_bytes_so_far()
-    form = RouteForm.of(cluster.model(V1).routes)
-    try:
-        async with asyncio.TaskGroup() as group:
-            sequences = [
-                sequence
-                async for portion in reader.read(plan, form, group)
-                for batch in portion.micro_batches
-                for sequence in batch
-            ]
-    finally:
-        await client.close()
-        await server.stop(None)
-        torch_thread.close()
-    return sequences, int(moved_bytes_so_far() - before)
-
-
-def oracle_rows(cluster: Any, tokens: Sequence[int]) -> np.ndarray:
-    """The experts of a full forward pass, of all tokens but the last."""
-    model = cluster.model(V1)
-    model.routes.begin(capture=True)
-    model(torch.tensor([list(tokens)]))
-    return np.sort(model.routes.captured().numpy()[:-1], -1)
 
 
 async def turn(

@@ -13,7 +13,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.router.config import WorkerEndpoint
 from tests.integration.workers.processes import start_prefiller
-from tests.integration.workers.test_turns import tokens
+from tests.integration.workers.test_turns import prompt_rows, tokens
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,7 +41,7 @@ async def test_turns_of_a_prefill_worker_that_stands_still_end_within_the_bound_
             answers = await asyncio.gather(*asked)
             for number, answer in zip(numbers, answers, strict=True):
                 assert tokens(answer) == [cluster.greedy(V1, prompts[number], 8)]
-            return [(answer.prompt_routes.holder, "~" in answer.prompt_routes.key) for answer in answers]
+            return [(prompt_rows(answer).holder, "~" in prompt_rows(answer).key) for answer in answers]
 
         assert {holder for holder, _ in await ask(0)} == {stopped.address, cluster.members[0].address}
         stopped.signal(signal.SIGSTOP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 import pytest_asyncio
@@ -19,7 +20,12 @@ LONG_PROMPT = np.random.default_rng(5).integers(0, 23, 400).tolist()
 
 
 def tokens(turn) -> list[list[int]]:
-    return [sample.token_ids for sample in turn.samples]
+    return [rollout.answer for rollout in turn.rollouts]
+
+
+def prompt_rows(turn) -> Any:
+    """Where the routes of the prompt are."""
+    return turn.rollouts[0].routes[0]
 
 
 @pytest_asyncio.fixture
@@ -56,8 +62,7 @@ async def test_a_turn_equals_the_plain_loop_and_leaves_nothing(cluster, start_tu
     turns = await start_turns()
     turn = await turns.ask(LONG_PROMPT)
     assert tokens(turn) == [cluster.greedy(V1, LONG_PROMPT, 8)] * 2
-    assert turn.prompt_routes is not None
-    assert turn.prompt_routes.key == "p/g.1.1"
+    assert prompt_rows(turn).key == "p/g.1.1"
     await turns.nothing_left()
 
 
@@ -75,13 +80,12 @@ async def test_short_prompts_and_warm_prefixes_stay_with_their_decode_worker(clu
     short = await turns.ask(prompt[50:80], "short")
     assert prefilled() == (99, 29)
     assert tokens(short) == [cluster.greedy(V1, prompt[50:80], 8)] * 2
-    assert short.prompt_routes is not None
-    assert short.prompt_routes.key == "d/short.1.1"
+    assert prompt_rows(short).key == "d/short.1.1"
     longer = [*prompt, *LONG_PROMPT[:28]]
     await turns.until_warm(longer)
     warm = await turns.ask(longer, "warm")
     assert prefilled() == (99, 29 + 31)  # the 96 tokens of whole blocks are there
-    assert (tokens(warm), warm.cached_token_count) == ([cluster.greedy(V1, longer, 8)] * 2, 96)
+    assert (tokens(warm), warm.rollouts[0].cached_token_count) == ([cluster.greedy(V1, longer, 8)] * 2, 96)
     await turns.ask([*longer, *LONG_PROMPT[:64]], "warm but long")
     assert prefilled()[0] > 99
     await turns.ask(longer, "another version", version=PolicyVersion(1, 0))
@@ -95,7 +99,7 @@ async def test_without_a_prefill_pool_the_decode_worker_computes_prompts(cluster
     turns = await start_turns()
     turn = await turns.ask(LONG_PROMPT)
     assert tokens(turn) == [cluster.greedy(V1, LONG_PROMPT, 8)] * 2
-    assert turn.prompt_routes is not None
+    assert turn.rollouts[0].routes
     await turns.nothing_left()
 
 
@@ -110,8 +114,7 @@ async def test_a_prefill_worker_that_dies_before_the_transfer_is_replaced_by_the
     await cluster.kill(dying)
     turn = await running
     assert tokens(turn) == [cluster.greedy(V1, LONG_PROMPT, 8)] * 2
-    assert turn.prompt_routes is not None
-    assert (turn.prompt_routes.key, turn.prompt_routes.holder) == ("p/g.1.1~1", cluster.members[-1].address)
+    assert (prompt_rows(turn).key, prompt_rows(turn).holder) == ("p/g.1.1~1", cluster.members[-1].address)
     await turns.nothing_left()
 
 
@@ -127,8 +130,7 @@ async def test_a_prefill_worker_that_dies_during_the_transfer_is_replaced_by_the
     broken.cut()
     turn = await running
     assert tokens(turn) == [cluster.greedy(V1, LONG_PROMPT, 8)] * 2
-    assert turn.prompt_routes is not None
-    assert turn.prompt_routes.key == "p/g.1.1~1"
+    assert prompt_rows(turn).key == "p/g.1.1~1"
     await turns.nothing_left()
 
 
@@ -142,8 +144,8 @@ async def test_a_prefill_worker_that_dies_after_the_transfer_is_not_missed(clust
     await cluster.kill(prefiller)
     turn = await running
     assert tokens(turn) == [cluster.greedy(V1, LONG_PROMPT, 100)] * 2
-    assert turn.prompt_routes is not None  # nobody holds them any more: the trainer routes those positions live
-    assert turn.prompt_routes.holder_epoch == prefiller.epoch
+    # nobody holds them any more: the trainer routes those positions live
+    assert prompt_rows(turn).holder_epoch == prefiller.epoch
     assert decoder.engine.load().prefilled_tokens == 0
     await turns.nothing_left()
 
@@ -182,9 +184,8 @@ async def test_a_restarted_peer_is_never_asked_by_what_its_earlier_life_gave_out
     wire.cut()
     turn = await running
     assert tokens(turn) == [cluster.greedy(V1, LONG_PROMPT, 8)] * 2
-    assert turn.prompt_routes is not None
-    assert turn.prompt_routes.key.startswith("p/g.1.1~")
-    assert turn.prompt_routes.holder_epoch == restarted.epoch != prefiller.epoch
+    assert prompt_rows(turn).key.startswith("p/g.1.1~")
+    assert prompt_rows(turn).holder_epoch == restarted.epoch != prefiller.epoch
     assert restarted.engine.release_kv("g.1.1")  # the turn's abort was meant for the earlier life
     await turns.nothing_left()
 
@@ -203,9 +204,9 @@ async def test_a_retrained_step_hits_nothing_of_the_dead_one_though_its_kv_is_he
     prefilled = prefiller.engine.load().prefilled_tokens
     turn = await turns.ask(LONG_PROMPT, version=retrained)
     assert tokens(turn) == [cluster.greedy(retrained, LONG_PROMPT, 8)] * 2 != tokens(dead)
-    assert turn.cached_token_count == 0
+    assert turn.rollouts[0].cached_token_count == 0
     assert prefiller.engine.load().prefilled_tokens - prefilled == len(LONG_PROMPT) - 1
-    assert {span.kv_oldest_version.incarnation for sample in turn.samples for span in sample.spans} == {2}
+    assert {span.kv_oldest_version.incarnation for rollout in turn.rollouts for span in rollout.spans} == {2}
     based = cluster.prefill_request(prefiller, "based", prompt=[1, 2])
     based.prompt.rollout_id, based.prompt.base_token_count = "g.1.1", 4
     assert await refusal(prefiller.prefill.Prefill(based)) == "PREFIX_UNKNOWN"  # no bases are kept at all

@@ -21,7 +21,7 @@ from slipstream.engine.hashing import block_hashes
 from slipstream.router.__main__ import run
 from slipstream.router.config import RouterConfig, WorkerEndpoint
 from slipstream.runner.peers import Peers
-from slipstream.runner.turns import Turn, TurnClient
+from slipstream.runner.turns import Conversation, TurnClient
 from slipstream.runner.watch import WorkerWatch
 
 BLOCK_TOKENS = 4
@@ -45,6 +45,7 @@ class Turns:
         for member in self.cluster.members:
             replica = member.worker.identity.replica
             pools[replica.partition("-")[0]].append(WorkerEndpoint(replica=replica, address=member.address))
+        fields = {"prefill_workers": pools["prefill"], "decode_workers": pools["decode"], **fields}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -52,8 +53,6 @@ class Turns:
             RouterConfig,
             redis_url=redis_url,
             listen=ListenConfig(port=port),
-            prefill_workers=pools["prefill"],
-            decode_workers=pools["decode"],
             **fields,
         )
         process = asyncio.create_task(run(config))
@@ -72,15 +71,25 @@ class Turns:
                 await asyncio.sleep(0.02)
 
     async def ask(
+        self, prompt: Sequence[int], group_id: str = "g", deadline_s: float = 15.0, **fields: Any
+    ) -> Conversation:
+        """The first turn of a group; what is given beside is as in `begin`."""
+        conversation = self.begin(prompt, group_id, **fields)
+        try:
+            await conversation.answer(time.monotonic() + deadline_s)
+        finally:
+            await self._peers.give_back()
+        return conversation
+
+    def begin(
         self,
         prompt: Sequence[int],
         group_id: str = "g",
         samples: int = 2,
         version: PolicyVersion = V1,
-        deadline_s: float = 15.0,
         **sampling: Any,
-    ) -> Turn:
-        """One turn of a group, greedy unless told."""
+    ) -> Conversation:
+        """A group before its first turn, greedy unless told."""
         assignment = runner_pb2.GroupAssignment(
             group_id=group_id,
             attempt=1,
@@ -90,8 +99,12 @@ class Turns:
             dispatch_version=version.to_proto(),
             salt=f"run/{version}/float32",
         )
+        return self._client.begin(assignment, prompt)
+
+    async def reply(self, conversation: Conversation, index: int, token_ids: Sequence[int]) -> None:
+        """The next turn of one rollout."""
         try:
-            return await self._client.run(assignment, prompt, time.monotonic() + deadline_s)
+            await conversation.reply(index, token_ids, time.monotonic() + 15.0)
         finally:
             await self._peers.give_back()
 
@@ -99,6 +112,11 @@ class Turns:
         """What the router knows."""
         response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=5)
         return {worker.ref.replica: worker for worker in response.workers}
+
+    async def busiest(self) -> str:
+        """The worker that most of what was placed went to."""
+        workers = await self.workers()
+        return max(workers, key=lambda replica: workers[replica].placement_count)
 
     async def until_warm(self, prompt: Sequence[int], version: PolicyVersion = V1) -> None:
         """Wait until the router has heard that a decode worker holds enough of a prompt to need no prefill worker."""

@@ -95,7 +95,7 @@ class RunningBatch:
         self.token[row] = request.token_ids[-1]
         self.position[row] = self.first_position[row] = len(request.token_ids) - 1
         self.last_position[row] = self.first_position[row] + sampling.max_new_tokens - 1
-        self.key[row] = sample_key(sampling.seed, sample.index)
+        self.key[row] = sample_key(sampling.seed, request.draw_index(sample.index))
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k

@@ -258,7 +258,7 @@ class VllmEngine:
         parameters = SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=0.0 if sampling.temperature < GREEDY_BELOW else 1.0,
-            seed=sample_seed(sampling.seed, sample.index),
+            seed=sample_seed(sampling.seed, request.draw_index(sample.index)),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             detokenize=False,

@@ -1,0 +1,249 @@
+"""One request for rollouts that share their tokens so far, through router, prefill and decode.
+
+    Place -> Prefill (KV stays at the worker) -> Decode (pulls the KV, streams samples) -> Release
+
+The router leaves Prefill out where the decode worker may compute the prompt itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.routing.v1 import routing_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common import errors
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.hashing import block_hashes
+from slipstream.runner import telemetry
+from slipstream.runner.peers import Peers
+from slipstream.runner.rollout import Rollout, Segment
+from slipstream.runner.watch import WorkerWatch
+
+log = structlog.get_logger()
+
+PREFILL_AT_FAULT = (errors.KvTransferFailed, errors.KvUnknown, errors.KvMismatch)
+"""What a decode worker says of the prefill worker."""
+TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
+ABORTED = types_pb2.FINISH_REASON_ABORTED
+ABORT_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 30.0
+
+
+def attempt_name(assignment: runner_pb2.GroupAssignment) -> str:
+    """What this attempt at a group is called at router, workers and spool.
+
+    The incarnation is part of it: a position that is run again after a restore of the trainer may have the number of an
+    attempt of the dead one, whose KV handles, routes and rows are kept under that name, and a first write wins.
+    """
+    return f"{assignment.group_id}.{assignment.dispatch_version.incarnation}.{assignment.attempt}"
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What a runner asks workers with."""
+
+    peers: Peers
+    watch: WorkerWatch
+    block_size_tokens: int
+    prefill_timeout_s: float
+
+
+class TurnAttempt:
+    """A request from its placement to the end of its stream, and what must be given back when it ends early."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        assignment: runner_pb2.GroupAssignment,
+        rollouts: Mapping[int, Rollout],
+        number: int,
+    ) -> None:
+        """`rollouts`: by index in the group. `number`: of the requests of this attempt at the group, from 0."""
+        self._inference = inference
+        self._peers = inference.peers
+        self._assignment = assignment
+        self._rollouts = rollouts
+        self._suffix = f"~{number}" if number else ""
+        self.request_id = attempt_name(assignment) + self._suffix
+        self.placement: routing_pb2.PlaceResponse | None = None
+        self.segments = {index: Segment() for index in rollouts}
+        self._prefilling = self._decoding = False
+        self._prompt_routes: types_pb2.RowsRef | None = None
+        self._cached_token_count = 0
+        first = next(iter(rollouts.values()))
+        self._token_ids = list(first.token_ids)
+        self._first_route_position = first.first_route_position
+        self._max_new_tokens = first.tokens_left(assignment.sampling.max_new_tokens)
+
+    async def run(self, avoid: Sequence[str]) -> None:
+        """Sample until all rollouts have ended. However it ends, its rollouts have what can be kept of it.
+
+        Cancelling the task aborts the request at both workers and returns only when their blocks are free. Raises
+        `SlipstreamError`.
+        """
+        outcome = "given_up"
+        left: list[types_pb2.RowsRef] | None = None
+        try:
+            await self._place_prefill_decode(avoid)
+            self._check_ended()
+            left = self._settle(gone=False)
+            outcome = "finished"
+        except (grpc.aio.AioRpcError, errors.SlipstreamError) as error:
+            rebuilt = errors.from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
+            left = self._settle(gone=isinstance(rebuilt, errors.Unreachable))
+            if self.delivered:
+                outcome = "broken_off"
+            raise rebuilt from error
+        finally:
+            telemetry.turns.labels(outcome).inc()
+            self._peers.release_routes(self._references() if left is None else left)
+            if outcome != "finished":
+                await self._abort()
+            if self.placement is not None:
+                self._peers.release_placement(self.placement.placement_id)
+
+    @property
+    def delivered(self) -> dict[int, int]:
+        """Tokens by rollout, where there are any."""
+        return {index: len(segment.token_ids) for index, segment in self.segments.items() if segment.token_ids}
+
+    def failed_replica(self, error: errors.SlipstreamError) -> str:
+        """Which of its workers to avoid from now on."""
+        assert self.placement is not None
+        if self._prefilling and (not self._decoding or isinstance(error, PREFILL_AT_FAULT)):
+            return self.placement.prefill.replica
+        return self.placement.decode.replica
+
+    async def _place_prefill_decode(self, avoid: Sequence[str]) -> None:
+        assignment = self._assignment
+        self.placement = placement = await self._peers.router.Place(
+            routing_pb2.PlaceRequest(
+                request_id=self.request_id,
+                group_id=assignment.group_id,
+                block_hashes=block_hashes(assignment.salt, self._token_ids[:-1], self._inference.block_size_tokens),
+                prompt_token_count=len(self._token_ids),
+                sample_count=len(self._rollouts),
+                max_new_tokens=self._max_new_tokens,
+                min_policy_version=assignment.dispatch_version,
+                avoid_replicas=avoid,
+            ),
+            timeout=PLACE_TIMEOUT_S,
+        )
+        prompt = prefill_pb2.Prompt(new_token_ids=self._token_ids)
+        kv: prefill_pb2.KvHandle | None = None
+        if placement.HasField("prefill"):
+            self._prefilling = True
+            prefilled = await self._prefill(prompt, placement.prefill)
+            kv = prefilled.kv if prefilled.HasField("kv") else None
+            self._cached_token_count = prefilled.cached_token_count
+            if prefilled.HasField("routes"):
+                self._prompt_routes = prefilled.routes
+        self._decoding = True
+        stream = self._peers.decode(placement.decode.address).Decode(self._decode_request(prompt, kv))
+        indexes = list(self._rollouts)
+        async for message in stream:
+            for chunk in message.chunks:
+                self.segments[indexes[chunk.sample_index]].extend(chunk)
+                if not self._prefilling:
+                    self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
+            if message.HasField("prompt_routes"):
+                self._prompt_routes = message.prompt_routes
+
+    async def _prefill(self, prompt: prefill_pb2.Prompt, worker: routing_pb2.WorkerRef) -> prefill_pb2.PrefillResponse:
+        request = prefill_pb2.PrefillRequest(
+            request_id=self.request_id,
+            worker_epoch=worker.epoch,
+            min_policy_version=self._assignment.dispatch_version,
+            salt=self._assignment.salt,
+            prompt=prompt,
+            capture_routes=self._assignment.purpose == TRAINING,
+            first_route_position=self._first_route_position,
+        )
+        async with self._inference.watch.asking(worker):
+            return await self._peers.prefill(worker.address).Prefill(request, timeout=self._inference.prefill_timeout_s)
+
+    def _decode_request(self, prompt: prefill_pb2.Prompt, kv: prefill_pb2.KvHandle | None) -> decode_pb2.DecodeRequest:
+        assignment = self._assignment
+        assert self.placement is not None
+        training = assignment.purpose == TRAINING
+        request = decode_pb2.DecodeRequest(
+            request_id=self.request_id,
+            worker_epoch=self.placement.decode.epoch,
+            min_policy_version=assignment.dispatch_version,
+            salt=assignment.salt,
+            prompt=prompt,
+            kv=kv,
+            sample_ids=[f"{attempt_name(assignment)}.{index}{self._suffix}" for index in self._rollouts],
+            sampling=assignment.sampling,
+            capture_routes=training,
+            first_route_position=self._first_route_position,
+            for_training=training,
+            sample_indexes=self._rollouts,
+        )
+        request.sampling.max_new_tokens = self._max_new_tokens
+        return request
+
+    def _check_ended(self) -> None:
+        segments = self.segments.values()
+        if any(segment.finish_reason == ABORTED for segment in segments):
+            raise errors.RequestAborted("the decode worker aborted a sample that nobody here gave up")
+        if not all(segment.finish_reason for segment in segments):
+            raise errors.Unreachable("the decode stream ended before all of its samples")
+
+    def _settle(self, gone: bool) -> list[types_pb2.RowsRef]:
+        """Hand what came to the rollouts; returns references that none of them took. `gone`: the decode worker is.
+
+        Where nothing came, nothing is kept: the next request is as this one.
+        """
+        references = self._references()
+        dispatched_at = PolicyVersion.from_proto(self._assignment.dispatch_version)
+        untrusted = sum(segment.cut_untrusted(dispatched_at) for segment in self.segments.values())
+        if untrusted:
+            telemetry.untrusted_tokens.inc(untrusted)
+            log.warning("tokens_not_trusted", request_id=self.request_id, token_count=untrusted)
+        if not self.delivered:
+            return references
+        first = next(iter(self._rollouts.values()))
+        first.cached_token_count += self._cached_token_count
+        first.prefix_query_token_count += len(self._token_ids) - 1
+        lost = gone and not self._prefilling  # the rows of the prompt went with it
+        for index, segment in self.segments.items():
+            prompt_routes = None if lost and not segment.finish_reason else self._prompt_routes
+            self._rollouts[index].take(segment, prompt_routes, self._assignment.sampling)
+        taken = {(ref.holder, ref.key) for rollout in self._rollouts.values() for ref in rollout.routes}
+        return [ref for ref in references if (ref.holder, ref.key) not in taken]
+
+    def _references(self) -> list[types_pb2.RowsRef]:
+        candidates = [self._prompt_routes, *(segment.routes for segment in self.segments.values())]
+        return [ref for ref in candidates if ref is not None]
+
+    async def _abort(self) -> None:
+        """End what is left at the workers and wait until their blocks are free.
+
+        A worker that is gone has none; one that stands still ends what it computed for us when it goes on, since that
+        call is cancelled, and what it held expires.
+        """
+        if self.placement is None:
+            return
+        aborts: list[tuple[routing_pb2.WorkerRef, Awaitable[object]]] = []
+        if self._decoding:
+            worker = self.placement.decode
+            abort = decode_pb2.DecodeServiceAbortRequest(request_id=self.request_id, worker_epoch=worker.epoch)
+            aborts.append((worker, self._peers.decode(worker.address).Abort(abort, timeout=ABORT_TIMEOUT_S)))
+        if self._prefilling:
+            worker = self.placement.prefill
+            abort = prefill_pb2.PrefillServiceAbortRequest(request_id=self.request_id, worker_epoch=worker.epoch)
+            aborts.append((worker, self._peers.prefill(worker.address).Abort(abort, timeout=ABORT_TIMEOUT_S)))
+        for worker, abort in aborts:
+            try:
+                with errors.rpc_errors():
+                    async with self._inference.watch.asking(worker):
+                        await abort
+            except errors.SlipstreamError as error:
+                log.info("abort_unanswered", request_id=self.request_id, replica=worker.replica, reason=error.reason)
