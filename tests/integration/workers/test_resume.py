@@ -253,11 +253,12 @@ async def test_kill_nine_of_a_decode_worker_in_mid_turn_costs_no_token_that_came
         turns = Turns(empty_cluster)
         endpoints = [WorkerEndpoint(replica=each.config.replica, address=each.address) for each in processes]
         await turns.start(stack, valkey_url, decode_workers=endpoints)
-        whole = await turns.ask(PROMPT, "whole", samples=2, max_new_tokens=400, temperature=1.0)
-        running = asyncio.create_task(turns.ask(PROMPT, "broken", samples=2, max_new_tokens=400, temperature=1.0))
-        await asyncio.sleep(1.5)
+        fields: dict[str, Any] = {"samples": 2, "max_new_tokens": 450, "temperature": 1.0, "deadline_s": 60.0}
+        whole = await turns.ask(PROMPT, "whole", **fields)
+        running = asyncio.create_task(turns.ask(PROMPT, "broken", **fields))
+        busy = await turns.at_work()
+        await asyncio.sleep(1.4)  # what it has sampled is sent once a second
         assert not running.done()
-        busy = await turns.busiest()
         (dying,) = (each for each in processes if each.config.replica == busy)
         dying.signal(signal.SIGKILL)
         turn = await running

@@ -113,10 +113,14 @@ class Turns:
         response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=5)
         return {worker.ref.replica: worker for worker in response.workers}
 
-    async def busiest(self) -> str:
-        """The worker that most of what was placed went to."""
-        workers = await self.workers()
-        return max(workers, key=lambda replica: workers[replica].placement_count)
+    async def at_work(self) -> str:
+        """The first worker that is seen to sample."""
+        async with asyncio.timeout(20):
+            while True:
+                for replica, worker in (await self.workers()).items():
+                    if worker.load.tokens_in_flight_count:
+                        return replica
+                await asyncio.sleep(0.02)
 
     async def until_warm(self, prompt: Sequence[int], version: PolicyVersion = V1) -> None:
         """Wait until the router has heard that a decode worker holds enough of a prompt to need no prefill worker."""
