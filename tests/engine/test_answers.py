@@ -1,5 +1,8 @@
 """How long a decode engine waits for a prefill engine that pushes KV, and may be gone: sockets alone, no engine."""
 
+# vLLM is not installed where the checks run.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -8,10 +11,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-import zmq
-import zmq.asyncio
 
-from slipstream.engine.vllm.answers import Answers, waiting
+from slipstream.engine.vllm.installed import find_vllm
+
+find_vllm()  # which brings zmq, or the command that installs it
+
+import zmq  # noqa: E402
+import zmq.asyncio  # noqa: E402
+
+from slipstream.engine.vllm.answers import Answers, waiting  # noqa: E402
 
 TIMEOUT_S = 0.3
 """What a transfer may take."""
