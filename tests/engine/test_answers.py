@@ -110,3 +110,31 @@ async def test_a_peer_that_says_nothing_is_waited_for_as_long_as_it_may_write(pu
     asked = asyncio.create_task(pull.lost(address_of(peer), lease_s=0.8))
     await peer.recv_multipart()
     assert 0.7 < await asked < 1.5
+
+
+@pytest.mark.timeout(180)  # it imports much of vLLM
+async def test_a_prefill_engine_begins_no_write_for_what_it_holds_no_longer():
+    """It stood still, and its peer may have given the blocks to others since; right before the write, too."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
+
+    from slipstream.engine.vllm.mooncake import HostWorker, TimedPointers
+
+    worker = HostWorker.__new__(HostWorker)  # one that runs takes Mooncake's engine, which needs the system's libraries
+    worker.async_zmq_ctx, worker.is_kv_consumer, worker.is_kv_producer = zmq.asyncio.Context(), True, True
+    pull = upstream.MooncakeXferMetadata("127.0.0.1", 1, 1, 0, {"pull": ("prompt", [])}, [], [], [])
+    now_s = time.perf_counter()
+    for expire_s, late in ((now_s - 1, ["pull"]), (now_s + 60, [])):
+        held = upstream.SendBlockMeta("prefill", "prompt", [], asyncio.Event(), expire_s)
+        sources, _, _, failed, why = await worker._build_transfer_params([("pull", held)], pull, [], [])
+        assert (failed, why) == (late, "asked too late" if late else None)
+        assert isinstance(sources, TimedPointers)
+        assert (sources.until_s < time.perf_counter()) == bool(late)
+    assert worker._send_blocks("127.0.0.1:1", sources_of(0.0), [], []) == -1
+
+
+def sources_of(until_s: float) -> list[int]:
+    from slipstream.engine.vllm.mooncake import TimedPointers
+
+    sources = TimedPointers([1])
+    sources.until_s = until_s
+    return sources
