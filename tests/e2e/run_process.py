@@ -231,7 +231,8 @@ def command_line(*arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{SERVICES}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join((str(SERVICES), str(HERE), os.environ.get("PYTHONPATH", "")))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def marked(marker: str) -> list[str]:
