@@ -231,7 +231,7 @@ def command_line(*arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join((str(SERVICES), str(HERE), os.environ.get("PYTHONPATH", "")))
+    path = os.pathsep.join(filter(None, (str(SERVICES), str(HERE), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
