@@ -22,8 +22,10 @@ PLUGINS = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cach
 PYTEST = [sys.executable, "-m", "pytest", *PLUGINS, "-q", "-rA", "--tb=short", "--timeout=150"]
 ON_GPU = ["--engine", "vllm", "--device", "cuda"]
 LARGE = "--device cuda --dtype bfloat16 --layers 16 --experts 128 --hidden 2048 --heads 32 --top-k 8 --vocab 32768"
-LOAD = [sys.executable, "loadtests/engine_throughput.py", *LARGE.split(), "--prompt-tokens", "512"]
-LOAD += ["--output-tokens", "256", "--expert-dim", "256", "--seconds", "10"]
+LOAD = [sys.executable, "loadtests/engine_throughput.py", "--prompt-tokens", "512", "--output-tokens", "256"]
+MEDIUM = LARGE.replace("2048", "1024") + " --expert-dim 128"
+LARGE += " --expert-dim 256"
+"""7.0 GB; the medium one 1.7 GB, of which a version every 2 s can be brought."""
 
 STAGES: dict[str, tuple[int, list[str]]] = {
     "smoke": (240, [*PYTEST, "tests/engine/test_update.py", *ON_GPU, "-k", "back_and_forth", "-x", "-s"]),
@@ -34,8 +36,9 @@ STAGES: dict[str, tuple[int, list[str]]] = {
     ),
     "fp8": (300, [*PYTEST, "tests/gpu/test_quantised.py", "-s"]),
     "offload": (300, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
-    "load": (420, [*LOAD, "--parts", "service,updates,large_update"]),
-    "load_rest": (360, [*LOAD, "--parts", "service,capture,memory", "--seconds", "6"]),
+    "load": (420, [*LOAD, *LARGE.split(), "--parts", "service,large_update,capture", "--seconds", "8"]),
+    "load_medium": (300, [*LOAD, *MEDIUM.split(), "--parts", "service,updates", "--seconds", "8"]),
+    "load_memory": (300, [*LOAD, *LARGE.split(), "--parts", "memory"]),
 }
 """Seconds and command of each."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,11 @@ import torch
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.models.base import Sizes
 from slipstream.models.registry import find_architecture
+
+MEMORY_THREADS = 8
+"""One thread reads some 5 GB/s, a socket's memory many times that."""
+
+Result = TypeVar("Result")
 
 
 def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -29,7 +36,23 @@ def check_tensors(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, 
             f"the weights do not match the model: missing {missing[:3]}, unexpected {extra[:3]}",
             slice=(missing + extra)[0],
         )
-    return {name: _checked(name, value, expected[name]) for name, value in tensors.items()}
+    return spread(lambda name: _checked(name, tensors[name], expected[name]), list(tensors))
+
+
+def spread(work: Callable[[str], Result], names: Sequence[str], threads: int | None = None) -> dict[str, Result]:
+    """What some work on each tensor gives, on as many threads as memory is worth: torch lets go of the GIL.
+
+    The first error in the order of the threads is raised, once all threads are done.
+    """
+    threads = threads or max(min(MEMORY_THREADS, (os.cpu_count() or 1) // 2), 1)
+    if threads == 1:
+        return {name: work(name) for name in names}
+    with ThreadPoolExecutor(threads) as pool:
+        parts = [pool.submit(lambda part: [work(name) for name in part], names[at::threads]) for at in range(threads)]
+        found: dict[str, Result] = {}
+        for at, part in enumerate(parts):
+            found.update(zip(names[at::threads], part.result(), strict=True))
+    return {name: found[name] for name in names}
 
 
 def _checked(name: str, value: Any, shape: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.engine.tensors import spread
 from slipstream.engine.vllm.layout import ITEM_BYTES, Group, Layout
 
 
@@ -52,8 +53,7 @@ class Arena:
     def fill(self, tensors: Mapping[str, Any]) -> None:
         """Copy tensors in, in this arena's dtype."""
         views = self.tensors()
-        for name, tensor in tensors.items():
-            views[name].copy_(tensor)
+        spread(lambda name: views[name].copy_(tensors[name]), list(tensors))
 
     def pin(self) -> bool:
         """Let the GPU read it at full speed; False where that is not possible."""
