@@ -104,4 +104,5 @@ def _say(answer: Any) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(Path(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5])))
+    model, device, dtype, connector, port = sys.argv[1:]
+    asyncio.run(_serve(Path(model), device, dtype, connector, int(port)))
