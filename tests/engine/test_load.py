@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import psutil
 import pytest
 
 from slipstream.common.version import PolicyVersion
@@ -52,6 +53,19 @@ async def test_a_prefill_that_is_held_counts_as_a_transfer_and_as_blocks(prefill
         assert prefiller.engine.load().kv_transfers == 1
         assert prefiller.engine.load().blocks_used == -(-19 // prefiller.block)
         assert prefiller.engine.release_kv(job.request_id)
+
+
+async def test_engines_with_nothing_to_do_leave_the_processors_alone(bench: Bench, prefiller: Bench):
+    await asyncio.gather(bench.idle(), prefiller.idle())
+    ours = psutil.Process()
+    processes = [ours, *ours.children(recursive=True)]
+
+    def spent_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before_s = spent_s()
+    await asyncio.sleep(2)
+    assert spent_s() - before_s < 0.5
 
 
 async def test_counters_at_an_update_are_what_was_sampled_before_it(bench: Bench):

@@ -61,6 +61,7 @@ def launch(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.engine.vllm.merging import keep_routes_when_merging
+    from slipstream.engine.vllm.nixl_rest import rest_progress_thread
     from slipstream.engine.vllm.plugin import WORKER_EXTENSION, register
 
     keep_routes_when_merging()
@@ -73,6 +74,8 @@ def launch(
         offload = offload_options(config, model_dir, sizes)
         options = offload if options is None else beside(options, offload)
     transfer = KVTransferConfig(**options) if options is not None else None
+    if config.connector == "nixl" and device == "cpu":
+        rest_progress_thread()
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
         load_format="dummy",  # the first update brings the weights
