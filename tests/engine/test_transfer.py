@@ -83,8 +83,10 @@ async def test_a_prompt_handed_over_and_an_update_in_mid_flight_equal_an_oracle_
     first_version, prompt_rows = bench.version, prefiller.engine.routes(salt).rows
     oldest = min(first_version, prefiller.version)  # the two were updated apart
     running = asyncio.create_task(bench.run(request))
+    # The others wait for the first one's transfer, which may be some tokens ahead by then.
+    await until(lambda: bench.engine.load().running_samples == 6, "all samples")
     before = bench.engine.load().decoded_tokens
-    await until(lambda: bench.engine.load().decoded_tokens - before > 12, "some tokens")
+    await until(lambda: bench.engine.load().decoded_tokens - before > 12, "some tokens of each")
     second_version = await bench.serve(2)
     samples = await running
     prefiller.engine.release_kv(salt)
