@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
 from slipstream.api.inference.v1 import (
@@ -40,21 +41,34 @@ from slipstream.decode.servicer import decode_servicers
 from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.engine.worker.worker import Worker
 from slipstream.launcher.ports import bindable, candidate_ports
+from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.prefill.config import PrefillConfig
 from slipstream.prefill.servicer import prefill_servicers
 from slipstream.weights.manifest import Manifest, Probe
 from slipstream.weights.transport import GrpcWeightTransport
 from tests.integration.workers.holding import HoldingEngine
-from tests.integration.workers.kinds import TRANSFER_TTL_S, Embedded, Kind, Vllm
+from tests.integration.workers.kinds import KINDS, TRANSFER_TTL_S, Kind
+from tests.integration.workers.lending import Lending
 from tests.integration.workers.turns import Turns
 
 PROBE_TOKENS = [1, 2, 3, 5, 8, 13]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+WAIT_S = 30.0
+"""For what takes milliseconds where nothing else runs."""
 
 
 def free_ports(count: int) -> list[int]:
     """Ports nobody listens on now, and that no other server is given: a channel to a dead rank goes on trying."""
     return list(islice((port for port in candidate_ports() if bindable(port)), count))
+
+
+def save_model_of(sizes: MoeConfig, directory: Path) -> None:
+    from slipstream.models.checkpoint import save_model
+    from slipstream.models.qwen3_moe.model import build_model, init_weights
+
+    model = build_model(sizes)
+    init_weights(model, 0)
+    save_model(model, directory)
 
 
 class SharedState:
@@ -102,7 +116,7 @@ class Member:
 
     async def serving(self, version: PolicyVersion) -> None:
         """Wait until it serves `version`."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while self.worker.updates.version != version:  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.005)
 
@@ -127,7 +141,7 @@ class Member:
 
     async def freed(self) -> None:
         """Wait until no request holds a block."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while self.worker.engine.load().blocks_used:  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.005)
 
@@ -187,11 +201,9 @@ class Cluster:
 
     def model_dir(self) -> Path:
         """Where engines find the model's sizes, and weights to start from."""
-        from slipstream.models.checkpoint import save_model
-
         directory = self.run_dir / "model"
         if not directory.exists():
-            save_model(self.model(PolicyVersion(1, 0)), directory)
+            save_model_of(self.sizes, directory)
         return directory
 
     def logprobs(self, version: PolicyVersion, token_ids: Sequence[int]) -> Any:
@@ -236,7 +248,10 @@ class Cluster:
             await member.stop()
         kind, replica, fields = member.made_of
         listen = ListenConfig(port=int(member.address.rpartition(":")[2]))
-        return await self.add_worker(kind, replica, transport, follow, **{**fields, "listen": listen})
+        again = await self.add_worker(kind, replica, transport, follow, **{**fields, "listen": listen})
+        async with asyncio.timeout(WAIT_S):  # whoever called the dead one has made its address wait for a second or two
+            await again.channel.channel_ready()
+        return again
 
     async def kill(self, member: Member) -> None:
         """As a process dies: whoever waits for an answer hears at once that the connection broke."""
@@ -324,28 +339,60 @@ def refusal() -> Callable[[Any], Coroutine[Any, Any, str]]:
     return reason_of
 
 
-@pytest.fixture
-async def empty_cluster(make_config, tmp_path, request) -> AsyncIterator[Cluster]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the bodies of a module on all the engines it names in `ENGINES`, unless `--engine` chooses."""
+    names = getattr(metafunc.module, "ENGINES", None)
+    if names and "kind" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--engine")
+        names = [name for name in names if not chosen or name in chosen]
+        metafunc.parametrize("kind", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """The engine of the workers: embedded, unless the module or `--engine` says another."""
+    chosen = "vllm" if "vllm" in (request.config.getoption("--engine") or ()) else "embedded"
+    return KINDS[getattr(request, "param", chosen)]()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lending(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[], Lending]]:
+    """The kind of a body's engines, of which those of the two pools are up before: `lending()`, once a body.
+
+    For bodies on their module's event loop.
+    """
+    engines: list[Any] = []
+    directory = tmp_path_factory.mktemp("lending") / "model"
+    save_model_of(kind.sizes, directory)
+    if kind.slow_to_start:
+        for _ in ("prefill", "decode"):
+            engines.append(kind.build(directory, kind.sizes, None))
+            await engines[-1].start()
+    yield lambda: Lending(kind, engines, directory)
+    for engine in engines:
+        await engine.stop()
+
+
+@asynccontextmanager
+async def clustering(make_config: Callable[..., Any], run_dir: Path, kind: Kind) -> AsyncIterator[Cluster]:
     """A broadcaster without versions or workers."""
-    vllm = "vllm" in (request.config.getoption("--engine") or ())
-    cluster = Cluster(make_config, tmp_path, Vllm() if vllm else Embedded())
+    cluster = Cluster(make_config, run_dir, kind)
     await cluster.start()
     yield cluster
     await cluster.stop()
 
 
-@pytest.fixture
-async def cluster(empty_cluster) -> Cluster:
+async def both_pools(cluster: Cluster) -> Cluster:
     """Version 1.1 served by one prefill and one decode worker."""
-    await empty_cluster.publish(PolicyVersion(1, 1))
+    await cluster.publish(PolicyVersion(1, 1))
     for kind in ("prefill", "decode"):
-        member = await empty_cluster.add_worker(kind)
+        member = await cluster.add_worker(kind)
         await member.serving(PolicyVersion(1, 1))
-    return empty_cluster
+    return cluster
 
 
-@pytest.fixture
-async def start_turns(cluster, valkey_url) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Turns]]]:
+@asynccontextmanager
+async def routing(cluster: Cluster, valkey_url: str) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Turns]]]:
     """Puts a router before the workers that the cluster has when it is called; fields are those of its config."""
     async with AsyncExitStack() as stack:
 
@@ -354,4 +401,21 @@ async def start_turns(cluster, valkey_url) -> AsyncIterator[Callable[..., Corout
             await turns.start(stack, valkey_url, **fields)
             return turns
 
+        yield start
+
+
+@pytest.fixture
+async def empty_cluster(make_config, tmp_path, kind) -> AsyncIterator[Cluster]:
+    async with clustering(make_config, tmp_path, kind) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(empty_cluster) -> Cluster:
+    return await both_pools(empty_cluster)
+
+
+@pytest.fixture
+async def start_turns(cluster, valkey_url) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Turns]]]:
+    async with routing(cluster, valkey_url) as start:
         yield start

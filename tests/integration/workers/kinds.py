@@ -1,7 +1,8 @@
-"""The engines that workers of a cluster can have: embedded, or vLLM with `--engine vllm`, which takes minutes."""
+"""The engines that workers of a cluster can have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ class Kind(Protocol):
 
     sizes: MoeConfig
     """Of the model, unless a test sets others."""
+    slow_to_start: bool
+    """Seconds, so that bodies share one where they can."""
 
     def build(self, model_dir: Path, sizes: MoeConfig, config: Any) -> Any:
         """An engine that has not started; `config` is what the test asked for, or None."""
@@ -27,6 +30,7 @@ class Kind(Protocol):
 class Embedded:
     """The default."""
 
+    slow_to_start = False
     sizes = MoeConfig(
         vocab_size=23, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, expert_dim=16, max_context_tokens=512
     )
@@ -41,6 +45,7 @@ class Embedded:
 class Vllm:
     """Both pools on vLLM, KV over NIXL. For bodies that count no blocks: those of vLLM are larger."""
 
+    slow_to_start = True
     sizes = MoeConfig(vocab_size=96, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, max_context_tokens=512)
 
     def build(self, model_dir: Path, sizes: MoeConfig, config: Any) -> Any:
@@ -51,3 +56,7 @@ class Vllm:
             sizes,
             VllmConfig(block_count=128, max_running_samples=16, max_prefill_tokens=64, connector="nixl"),
         )
+
+
+KINDS: dict[str, Callable[[], Kind]] = {"embedded": Embedded, "vllm": Vllm}
+"""By the names of `--engine`."""

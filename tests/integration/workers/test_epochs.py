@@ -7,14 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.errors import UpdateInProgress, WeightsCorrupt, rpc_errors
 from slipstream.common.version import PolicyVersion
 from slipstream.weights.manifest import Probe, describe_tensors
+from tests.integration.workers.conftest import both_pools, clustering, routing
 from tests.integration.workers.swap_oracle import logprobs_over_swaps
 from tests.integration.workers.turns import refused
+
+ENGINES = ("embedded", "vllm")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
 SERVING, STALE, STARTING = (
@@ -24,6 +29,18 @@ SERVING, STALE, STARTING = (
 )
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 LEASE_MS = 300
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cluster(make_config, tmp_path, lending):
+    async with clustering(make_config, tmp_path, lending()) as cluster:
+        yield await both_pools(cluster)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def start_turns(cluster, valkey_url):
+    async with routing(cluster, valkey_url) as start:
+        yield start
 
 
 def begin(version: PolicyVersion, update_id: str = "u", holder: str = "keeper", lease_ttl_ms: int = 5000):
