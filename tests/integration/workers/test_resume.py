@@ -90,6 +90,7 @@ async def test_a_turn_whose_decode_worker_dies_ends_as_though_nothing_had_happen
     await second_decoder(cluster)
     turns = await start_turns()
     fields: dict[str, Any] = {"samples": 3, "max_new_tokens": COUNT, "temperature": temperature, "seed": 11}
+    fields["deadline_s"] = 60.0
     whole = await turns.ask(PROMPT, "whole", **fields)
     slow(cluster)
     running = asyncio.create_task(turns.ask(PROMPT, "broken", **fields))
