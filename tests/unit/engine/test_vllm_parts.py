@@ -281,3 +281,13 @@ def test_a_version_of_vllm_that_was_not_tested_is_refused(monkeypatch):
         find_vllm("json", "decode.engine.type")
     monkeypatch.setattr(installed, "_version", lambda: f"{installed.SUPPORTED[0]}+cpu")
     assert find_vllm("json") == f"{installed.SUPPORTED[0]}+cpu"
+
+
+def test_mooncake_is_refused_beside_a_version_that_it_was_not_tried_with(monkeypatch):
+    monkeypatch.setattr(installed, "_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(installed, "_PACKAGES", {"mooncake": "json", "nixl": "json"})
+    with pytest.raises(ConfigError, match=r'engine.connector is "mooncake".* 0\.30\.0 only; 0\.32\.0 is installed'):
+        installed.check_connector(VllmConfig(connector="mooncake"))
+    installed.check_connector(VllmConfig(connector="nixl"))
+    monkeypatch.setattr(installed, "_version", lambda: "0.30.0+cpu")
+    installed.check_connector(VllmConfig(connector="mooncake"))

@@ -46,3 +46,13 @@ def check_connector(config: VllmConfig, where: str = "engine.connector") -> None
     name = config.connector
     if name != "none" and importlib.util.find_spec(_PACKAGES[name]) is None:
         raise ConfigError(f'{where} is "{name}", which is not installed; {_REMEDIES[name]}')
+    if name == "mooncake":
+        check_mooncake(f'{where} is "mooncake"')
+
+
+def check_mooncake(what: str) -> None:
+    """Refuse Mooncake beside a version of vLLM that it was not tried with; `what`: the setting that asks for it."""
+    version = (_version() or "").partition("+")[0]
+    tried = [name for name, each in VERSIONS.items() if each.mooncake]
+    if version in VERSIONS and version not in tried:
+        raise ConfigError(f"{what}, which was tried with vLLM {', '.join(tried)} only; {version} is installed")

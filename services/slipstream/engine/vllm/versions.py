@@ -19,11 +19,13 @@ class Version:
     routes_by_slot: bool
     """vLLM keeps expert routes by slot of its block pool, on all devices. Else it keeps them by content, on a GPU only
     and beside no connector: then `step_rows.py` and `slots.py` do what it did before."""
+    mooncake: bool
+    """Its Mooncake connector, and our tier in a Mooncake store, were tried."""
 
 
 VERSIONS = {
-    "0.30.0": Version(("waiting", "skipped_waiting"), "max_num_running_reqs", routes_by_slot=True),
-    "0.32.0": Version(("waiting", "kv_holding_waiting"), "max_num_active_reqs", routes_by_slot=False),
+    "0.30.0": Version(("waiting", "skipped_waiting"), "max_num_running_reqs", routes_by_slot=True, mooncake=True),
+    "0.32.0": Version(("waiting", "kv_holding_waiting"), "max_num_active_reqs", routes_by_slot=False, mooncake=False),
 }
 """The first is the one that is installed by default."""
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 from slipstream.common.config import ConfigError
 from slipstream.engine.routes import route_dtype
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
-from slipstream.engine.vllm.installed import find_vllm
+from slipstream.engine.vllm.installed import check_mooncake, find_vllm
 from slipstream.models.base import Sizes
 
 HASH_ALGORITHM = "sha256_cbor"
@@ -75,6 +75,7 @@ def find_mooncake() -> None:
         raise ConfigError(
             "engine.offload.mooncake_master needs Mooncake, which is not installed; run: make install-vllm"
         )
+    check_mooncake("engine.offload.mooncake_master is set")
 
 
 def remove_orphan_regions(parent: Path = REGIONS) -> int:
