@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import time
+from collections.abc import AsyncIterator
 
 import pytest
-from run_process import living_paths
+from run_process import RunProcess, living_paths
+
+from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
+from slipstream.common.auth import Access, read_token
+from slipstream.common.channel import open_channel
 
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
@@ -22,6 +29,33 @@ def damage(path) -> None:
         file.write(bytes(byte ^ 0xFF for byte in rest))
 
 
+async def rest(run: RunProcess) -> None:
+    """Pause until all workers have what was published: where it is damaged on its way to all, nobody could go on."""
+    async with orchestrator_of(run) as runs:
+        await runs.PauseRun(run_pb2.PauseRunRequest(request_id="rest"), timeout=10)
+        quiet_since_s, deadline_s, last = time.monotonic(), time.monotonic() + 60, None
+        while time.monotonic() < quiet_since_s + 2:
+            assert time.monotonic() < deadline_s, last
+            now = (await runs.GetRun(run_pb2.GetRunRequest(), timeout=10)).run
+            told = (now.step, now.published, [worker.version for worker in now.workers])
+            behind = any(worker.version != now.published for worker in now.workers)
+            if told != last or behind or now.running_group_count:
+                quiet_since_s, last = time.monotonic(), told
+            await asyncio.sleep(0.1)
+
+
+async def resume(run: RunProcess) -> None:
+    async with orchestrator_of(run) as runs:
+        await runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="rest"), timeout=10)
+
+
+@contextlib.asynccontextmanager
+async def orchestrator_of(run: RunProcess) -> AsyncIterator[run_pb2_grpc.RunServiceStub]:
+    address = f"127.0.0.1:{run.setting('orchestrator', 'listen', 'port')}"
+    async with open_channel(address, Access(read_token(run.path / "token"))) as channel:
+        yield run_pb2_grpc.RunServiceStub(channel)
+
+
 @pytest.mark.parametrize("fault", ["other bytes", "cut short"])
 def test_a_worker_that_refits_from_damaged_bytes_waits_for_the_next_version(fault, launch):
     run = launch(
@@ -29,6 +63,7 @@ def test_a_worker_that_refits_from_damaged_bytes_waits_for_the_next_version(faul
     )
     run.wait_step(3)
     assert run.slipstream("status", "run").returncode == 0
+    asyncio.run(rest(run))
     damaged = 0
     for path in living_paths(run.path / "versions", "1.*/*.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # beyond its retention meanwhile
@@ -40,6 +75,8 @@ def test_a_worker_that_refits_from_damaged_bytes_waits_for_the_next_version(faul
     assert damaged > 0
     os.kill(run.pid("decode-2"), signal.SIGKILL)
     before, updates = len(run.metrics("step")), len(run.metrics("update"))
+    run.wait_until(lambda: "prefetch_failed" in (run.path / "logs" / "decode-2.log").read_text(), 60)  # it has tried
+    asyncio.run(resume(run))
     run.wait_until(lambda: len(run.metrics("step")) >= before + 3, 90)
     run.wait_until(lambda: any(u["replica"] == "decode-2" for u in run.metrics("update")[updates:]), 90)
     assert run.process.poll() is None

@@ -28,7 +28,7 @@ SERVING, STALE, STARTING = (
     worker_pb2.WORKER_STATE_STARTING,
 )
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-LEASE_MS = 300
+LEASE_MS = 800
 
 
 @pytest_asyncio.fixture(loop_scope="module")
