@@ -68,7 +68,7 @@ class Stack:
             async with opened as channel:
                 stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
                 request = reflection_pb2.ServerReflectionRequest(list_services="")
-                async for answer in stub.ServerReflectionInfo(iter([request]), timeout=10):
+                async for answer in stub.ServerReflectionInfo(iter([request]), timeout=30, wait_for_ready=True):
                     names = [service.name for service in answer.list_services_response.service]
                     self.served[replica] = [name for name in names if name.startswith(PACKAGE)]
                     break
