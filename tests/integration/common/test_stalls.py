@@ -17,7 +17,7 @@ from slipstream.common.channel import open_channel
 from slipstream.common.frames import encode_data, raw_requests
 from slipstream.common.runtime import Service
 
-STALL_S = 0.3
+STALL_S = 0.8
 ADD = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
 FETCH = broadcast_pb2.FetchSlicesRequest(version={"incarnation": 1})
 MANIFEST = broadcast_pb2.GetManifestRequest()
@@ -102,7 +102,7 @@ async def test_a_reader_that_is_slow_but_reads_is_served(served):
     call = stub.FetchSlices(FETCH, timeout=30)
     for _ in range(12):
         assert await call.read() is not grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] its stubs lack it
-        await asyncio.sleep(STALL_S / 4)
+        await asyncio.sleep(STALL_S / 8)
     call.cancel()
 
 
