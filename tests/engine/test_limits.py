@@ -67,6 +67,8 @@ async def test_nonsense_is_refused(bench: Bench):
         bench.request([-1]),
         bench.request([1, 2], max_new_tokens=0),
         bench.request([1, 2], samples=0),
+        bench.request([1, 2], stop_token_ids=(bench.engine.limits.vocab_size,)),
+        bench.request([1, 2], stop_token_ids=(-1,)),
         replace(bench.request([1, 2], samples=2), sample_ids=("x", "x")),
         replace(bench.request([1, 2], samples=2), sample_indexes=(1,)),
         replace(bench.request([1, 2], samples=2), sample_indexes=(1, 1)),

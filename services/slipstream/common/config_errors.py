@@ -105,7 +105,8 @@ def explain(config_class: type[BaseModel], error: ValidationError, origins: Orig
     if kind == "extra_forbidden":
         near = near_keys(config_class, below)
         meant = [f"{section}.{near[0]}" if section else near[0]] if near else []
-        return f"{f'{place}: ' if place else ''}unknown key {dotted!r}{suggest(meant)}"
+        hint = suggest(meant) or for_another_type(config_class, below, section)
+        return f"{f'{place}: ' if place else ''}unknown key {dotted!r}{hint}"
     if kind == "missing":
         return f"{where} is required"
     if kind == "union_tag_not_found":
@@ -152,12 +153,27 @@ def real_keys(config_class: type[BaseModel], loc: tuple[int | str, ...]) -> list
     return keys
 
 
+def for_another_type(config_class: type[BaseModel], keys: list[str], section: str) -> str:
+    """A hint that a key is known, but not beside this `type`."""
+    found: list[type[BaseModel]] = [config_class]
+    for key in keys[:-1]:
+        found = [n for m in found if key in m.model_fields for n in models(m.model_fields[key].annotation)] or found
+    owners = [model for model in found if keys[-1] in model.model_fields and "type" in model.model_fields]
+    names = sorted({name for model in owners for name in choices(model.model_fields["type"].annotation)})
+    if not names:
+        return ""
+    dotted = ".".join([*([section] if section else []), *keys[:-1], "type"])
+    return f"; it is known beside {dotted} = {' or '.join(map(repr, names))} only"
+
+
 def near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
     """What may have been meant by a wrong last key: a sibling first, else the same name elsewhere."""
     found: list[type[BaseModel]] = [config_class]
     for key in keys[:-1]:
         found = [n for m in found if key in m.model_fields for n in models(m.model_fields[key].annotation)] or found
     siblings = [name for model in found for name in model.model_fields]
+    if keys[-1] in siblings:
+        return []
     near = difflib.get_close_matches(keys[-1], siblings, n=1)
     if near:
         return [".".join([*keys[:-1], near[0]])]

@@ -15,6 +15,8 @@ from slipstream.common.frames import encode_header, iter_joined_frames
 
 CHECKED_BYTES = 4 << 20
 """The checksum gives way to other tasks after so many bytes, about a millisecond."""
+REFS_AT_ONCE = 16
+"""And after so many references: joining their checksums takes 0.1 to 0.3 ms each."""
 
 
 class Held(NamedTuple):
@@ -40,7 +42,9 @@ async def answer_rows(
             f"offset_bytes {request.offset_bytes} is beyond {size_bytes}", field="offset_bytes", size_bytes=size_bytes
         )
     crc32 = 0
-    for each in held:
+    for index, each in enumerate(held):
+        if index % REFS_AT_ONCE == REFS_AT_ONCE - 1:
+            await asyncio.sleep(0)
         if each.crc32 is not None:
             crc32 = crc32_joined(crc32, each.crc32, each.data.nbytes)
             continue

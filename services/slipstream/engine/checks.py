@@ -65,6 +65,8 @@ def check_decode(
         raise InvalidRequest("not one index for each sample, each another", field="sample_indexes")
     if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
         raise _over("stop_token_ids", "max_stop_token_ids", limits.max_stop_token_ids)
+    if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.stop_token_ids):
+        raise _over("stop_token_ids", "vocab_size", limits.vocab_size)
     if request.for_training:
         check_unbiased(sampling)
     if sampling.top_p < 1 or sampling.top_k > 0:

@@ -59,6 +59,12 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
     else:
         yield from _handed_over(engines["prefill"], engines["decode"])
     for pool, engine in engines.items():
+        if engine.type == "vllm" and engine.side_channel_port and config.replicas(pool) > 1:
+            yield (
+                (f"{pool}.engine.side_channel_port", f"{pool}.replicas"),
+                f"is {engine.side_channel_port} for {config.replicas(pool)} workers, and each needs a port of its own; "
+                "leave it at 0, which picks free ones",
+            )
         context = config.model.max_context_tokens
         needed = 2 * -(-context // engine.block_size_tokens)
         if engine.type == "vllm":  # a position more, for a probe of the whole context, and a block for itself
@@ -93,6 +99,12 @@ def _handed_over(prefill: Any, decode: Any) -> Iterator[Problem]:
             yield keys, f'is "{prefill.connector}", decode.engine.connector is "{decode.connector}"; KV needs the same'
         elif prefill.connector == "none":
             yield keys, f'is "none", so vLLM hands no KV over; set both to "nixl", {alone}'
+        if prefill.dtype != decode.dtype:
+            yield (
+                ("prefill.engine.dtype", "decode.engine.dtype"),
+                f'is "{prefill.dtype}", decode.engine.dtype is "{decode.dtype}", which cannot read its KV; give both '
+                "the same",
+            )
     if prefill.block_size_tokens != decode.block_size_tokens:
         yield (
             ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),

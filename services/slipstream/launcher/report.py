@@ -74,7 +74,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "reward_first": steps[0].get("reward_mean") if steps else None,
         "reward_last": steps[-1].get("reward_mean") if steps else None,
         "groups_trained": sum(int(step.get("groups_trained", 0)) for step in steps),
-        "groups_filtered": sum(int(step.get("groups_filtered", 0)) for step in steps),
+        "groups_filtered": groups_filtered(records),
         "groups_failed": sum(failed.values()),
         "groups_failed_by_environment": failed,
         "tokens_trained": tokens,
@@ -86,6 +86,12 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "groups_cancelled_by_reason": cancelled_by_reason(records, "groups"),
         "sandbox_executions": sandbox_executions(records),
     }
+
+
+def groups_filtered(records: RunRecords) -> int:
+    """Groups left out for want of variance, those after the last step too."""
+    totals = [int(record["groups_filtered_in_run"]) for record in records.metrics if "groups_filtered_in_run" in record]
+    return max(totals, default=0)
 
 
 def accuracy_by_environment(records: RunRecords) -> dict[str, dict[str, Any]]:

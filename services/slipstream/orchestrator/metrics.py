@@ -89,6 +89,7 @@ class Totals:
         self.cancelled: Counter[str] = Counter()
         self.sandbox_executions = 0
         self.rollouts = 0
+        self.groups_filtered = 0
 
     def fields(self) -> dict[str, float]:
         """Return the counts by name."""
@@ -96,4 +97,5 @@ class Totals:
             "rollouts_cancelled": float(sum(self.cancelled.values())),
             "sandbox_executions": float(self.sandbox_executions),
             "rollouts": float(self.rollouts),
+            "groups_filtered_in_run": float(self.groups_filtered),
         }

@@ -275,6 +275,7 @@ class Sequencer:
         scored = self.sealer.judge(assignment, report.rollouts)
         if scored is None:
             self._interval.groups_filtered += 1
+            self.totals.groups_filtered += 1
             self._end(position, attempt, Outcome.FILTERED, "NO_VARIANCE")
             return False
         self.machine.scored(position, attempt)
@@ -467,6 +468,11 @@ class Sequencer:
         self._seal_what_can_be()
         self.admission_changed.notify()
         return groups
+
+    @property
+    def filtered_since_step(self) -> int:
+        """Groups that were left out for want of variance since a step was trained."""
+        return self._interval.groups_filtered
 
     def _write_step(self, plan: SealedPlan, trainer_metrics: dict[str, float], step_s: float) -> None:
         now = self._clock()

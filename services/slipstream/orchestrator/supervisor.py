@@ -100,10 +100,18 @@ class Supervisor:
         if self._state.pauses:
             self._sequencer.progress_at = now
         if now - self._sequencer.progress_at > config.stall_timeout_s:
-            return (
-                f"nothing was trained or answered for {config.stall_timeout_s:.0f} s in phase {self._state.phase.value}"
-            )
+            return f"nothing was trained or answered for {config.stall_timeout_s:.0f} s in {self._stalled_in()}"
         return None
+
+    def _stalled_in(self) -> str:
+        """The phase, and what else is known of why it does not go on."""
+        phase, filtered = f"phase {self._state.phase.value}", self._sequencer.filtered_since_step
+        if not filtered:
+            return phase
+        return (
+            f"{phase}, as {filtered:,} groups were left out in which all rollouts earned the same reward; "
+            "what they answered is in rollouts/runner-*.jsonl"
+        )
 
     def _lasts(self, what: str, present: bool) -> float:
         if not present:

@@ -24,7 +24,7 @@ from slipstream.common.errors import ContextTooLong
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
-from slipstream.environments.base import MAX_REWARD, Completion, Environment
+from slipstream.environments.base import MAX_REWARD, Completion, Environment, Score
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
@@ -93,6 +93,11 @@ class EnvironmentHost:
         environment = self._environments[task["environment"]]
         tools = Tools(self._sandbox)
         judged = await environment.score(environment.task(task["split"], task["index"]), completions, tools)
+        for score in judged:
+            if not isinstance(score, Score):
+                raise TypeError(
+                    f"score of {task['environment']!r} must return Score objects, got {type(score).__name__}"
+                )
         scores = [
             {"reward": _finite(score.reward), "correct": bool(score.correct), "text": completion.text}
             for score, completion in zip(judged, completions, strict=True)

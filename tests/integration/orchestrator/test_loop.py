@@ -155,6 +155,15 @@ async def test_admission_stops_at_the_bound_and_opens_when_a_version_is_served(m
         assert len(await world.acquire(wait_ms=3000)) == 4
 
 
+async def test_a_run_whose_rewards_never_differ_ends_and_says_so(make_world: Make) -> None:
+    async with make_world(total_steps=10, stall_timeout_s=1.0) as world:
+        world.publish(0)
+        groups = await world.acquire(wait_ms=3000)
+        await world.report(*(world.finished(group, spread=False) for group in groups[:3]))
+        run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FAILED)
+        assert "in phase training, as 3 groups were left out in which all rollouts earned the same" in run.reason
+
+
 async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_again(make_world: Make) -> None:
     async with make_world(total_steps=5, max_off_policy_steps=0, over_sampling=2.0) as world:
         world.publish(0)

@@ -18,6 +18,7 @@ from slipstream.environments.config import ImportedConfig
     [
         ("raises", "ZeroDivisionError: a bug of its own"),
         ("answers nonsense", "ValueError: a reward must be finite, not nan"),
+        ("answers numbers", "TypeError: score of 'answers_numbers' must return Score objects, got float"),
         ("answers hugely", "ValueError: a reward must be within 1e+30 of 0, not 1e+200"),
         ("answers too few", "ValueError: zip"),
         ("exits", "the environment worker died"),
