@@ -153,12 +153,21 @@ def real_keys(config_class: type[BaseModel], loc: tuple[int | str, ...]) -> list
     return keys
 
 
-def for_another_type(config_class: type[BaseModel], keys: list[str], section: str) -> str:
-    """A hint that a key is known, but not beside this `type`."""
+def holders(config_class: type[BaseModel], keys: list[str]) -> list[type[BaseModel]]:
+    """The models that may hold the last key: all variants of its table."""
     found: list[type[BaseModel]] = [config_class]
     for key in keys[:-1]:
         found = [n for m in found if key in m.model_fields for n in models(m.model_fields[key].annotation)] or found
-    owners = [model for model in found if keys[-1] in model.model_fields and "type" in model.model_fields]
+    return found
+
+
+def for_another_type(config_class: type[BaseModel], keys: list[str], section: str) -> str:
+    """A hint that a key is known, but not beside this `type`."""
+    owners = [
+        model
+        for model in holders(config_class, keys)
+        if keys[-1] in model.model_fields and "type" in model.model_fields
+    ]
     names = sorted({name for model in owners for name in choices(model.model_fields["type"].annotation)})
     if not names:
         return ""
@@ -168,10 +177,7 @@ def for_another_type(config_class: type[BaseModel], keys: list[str], section: st
 
 def near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
     """What may have been meant by a wrong last key: a sibling first, else the same name elsewhere."""
-    found: list[type[BaseModel]] = [config_class]
-    for key in keys[:-1]:
-        found = [n for m in found if key in m.model_fields for n in models(m.model_fields[key].annotation)] or found
-    siblings = [name for model in found for name in model.model_fields]
+    siblings = [name for model in holders(config_class, keys) for name in model.model_fields]
     if keys[-1] in siblings:
         return []
     near = difflib.get_close_matches(keys[-1], siblings, n=1)
