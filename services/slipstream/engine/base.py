@@ -8,6 +8,7 @@ natural logarithm of softmax(logits / temperature), before top-k and top-p; gree
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -464,3 +465,11 @@ class Engine(Protocol):
         ...
 
     def drain_kv_events(self) -> list[KvEvent]: ...
+
+
+async def each_chunk(batches: AsyncGenerator[list[SampleChunk], None]) -> AsyncGenerator[SampleChunk, None]:
+    """The chunks of `Engine.decode_batches` one by one, as `Engine.decode` gives them."""
+    async with aclosing(batches):
+        async for chunks in batches:
+            for chunk in chunks:
+                yield chunk

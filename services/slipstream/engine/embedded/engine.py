@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ from slipstream.engine.base import (
     PrefillResult,
     SampleChunk,
     UpdateReport,
+    each_chunk,
 )
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector
 from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
@@ -248,11 +249,8 @@ class EmbeddedEngine:
 
     # --- Decode --------------------------------------------------------------------------------------
 
-    async def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
-        async with aclosing(self.decode_batches(request, flush_s)) as batches:
-            async for chunks in batches:
-                for chunk in chunks:
-                    yield chunk
+    def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
+        return each_chunk(self.decode_batches(request, flush_s))
 
     async def decode_batches(
         self, request: DecodeRequest, flush_s: float = 1.0

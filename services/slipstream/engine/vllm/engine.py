@@ -14,7 +14,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from slipstream.engine.base import (
     PrefillResult,
     SampleChunk,
     UpdateReport,
+    each_chunk,
 )
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector, no_frames
 from slipstream.engine.routes import RouteRows, RouteStore
@@ -216,11 +217,8 @@ class VllmEngine:
 
     # --- Decode --------------------------------------------------------------------------------------
 
-    async def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
-        async with aclosing(self.decode_batches(request, flush_s)) as batches:
-            async for chunks in batches:
-                for chunk in chunks:
-                    yield chunk
+    def decode(self, request: DecodeRequest, flush_s: float = 1.0) -> AsyncGenerator[SampleChunk, None]:
+        return each_chunk(self.decode_batches(request, flush_s))
 
     async def decode_batches(
         self, request: DecodeRequest, flush_s: float = 1.0
