@@ -2,7 +2,7 @@
 
     python loadtests/soak.py --steps 500
 
-Every process of a run of a very small model is looked at every second: the memory it took, and the bytes of each
+Every process of a run of a very small model is looked at five times a second: the memory it took, and the bytes of each
 directory of the run. After the first third, caches and pools are full; from there on a straight line through each
 process's memory must rise by less than 0.1 MB a step. The bounds of all files are set so low that they are reached.
 Prints a table of both and exits non-zero when one does not hold.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.environments.tools import Tools
 
 ALLOWED_MB_A_STEP = 0.1
-SAMPLE_INTERVAL_S = 1.0
+SAMPLE_INTERVAL_S = 0.2
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 60.0
 PROGRESS_STEPS = 50
