@@ -30,6 +30,7 @@ from slipstream.algorithms.advantages import group_normalized
 from slipstream.algorithms.losses import clipped_loss
 from slipstream.algorithms.packing import pack
 from slipstream.algorithms.staleness import Group, SealedStep, StalenessMachine
+from slipstream.algorithms.tokens import LossTokens, StepTotals
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import DecodeRequest, PausedEngine, PrefillRequest, Sampling
 from slipstream.engine.embedded.config import EmbeddedConfig
@@ -161,7 +162,7 @@ class Learner:
 
     def step(self, batch: Sequence[Trajectory]) -> None:
         """One optimizer step. The loss is a sum over all tokens, so how they are packed changes nothing."""
-        tokens = sum(len(t.logps) for t in batch)
+        totals = StepTotals(sum(len(t.logps) for t in batch))
         (micro_batches,) = pack([len(t.token_ids) for t in batch], MICRO_BATCH_TOKENS)
         self.adamw.zero_grad()
         for indexes in micro_batches:
@@ -173,8 +174,9 @@ class Learner:
             )
             new_logps, _ = target_logps(packed.logits_RV(self.model, balance=True), packed.targets_R)
             old_logps = torch.tensor([logp for t in some for logp in t.logps])
-            advantages = torch.tensor([t.advantage for t in some for _ in t.logps])
-            loss = clipped_loss(new_logps, old_logps, advantages, denominator=tokens).loss
+            advantages, lengths = [t.advantage for t in some], [len(t.logps) for t in some]
+            tokens = LossTokens.of_lengths(new_logps, old_logps, advantages, lengths)
+            loss = clipped_loss(tokens, totals, clip_high=0.28, dual_clip=3.0).loss
             (loss + 1e-3 * self.model.routes.balance_loss() / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.adamw.step()

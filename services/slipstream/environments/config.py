@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
+from slipstream.common.imports import PATH_PATTERN
 
 
 class SequencedConfig(BaseConfig):
@@ -141,7 +142,7 @@ class ImportedConfig(BaseEnvironmentConfig):
     type: Literal["import"] = "import"
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
 
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    path: str = Field(pattern=PATH_PATTERN)
     """`package.module:factory`; called with (this config, seed), it returns an Environment."""
 
     options: dict[str, Any] = Field(default_factory=dict)

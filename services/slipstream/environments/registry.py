@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 
 from slipstream.common.config import ConfigError
+from slipstream.common.imports import import_callable
 from slipstream.environments.base import Environment
 from slipstream.environments.config import EnvironmentConfig, ExpressionConfig, ImportedConfig, SpellBackwardConfig
 from slipstream.environments.expression import Expression
@@ -33,12 +33,5 @@ def _build(config: EnvironmentConfig, seed: int) -> Environment:
 
 
 def _import(config: ImportedConfig, seed: int) -> Environment:
-    module_name, _, factory_name = config.path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-        factory: Callable[[ImportedConfig, int], Environment] = getattr(module, factory_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"environments.{config.name}: cannot import {config.path!r}: {error}") from error
-    if not callable(factory):
-        raise ConfigError(f"environments.{config.name}: {config.path!r} is not callable")
+    factory: Callable[[ImportedConfig, int], Environment] = import_callable(config.path, f"environments.{config.name}")
     return factory(config, seed)

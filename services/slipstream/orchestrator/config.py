@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import SequencedConfig
+from slipstream.orchestrator.advantage_config import AdvantageConfig, GroupNormalizedConfig
 
 
 class EnvironmentConfig(SequencedConfig):
@@ -101,8 +102,7 @@ class OrchestratorConfig(ServiceConfig):
     min_reward_std: float = Field(default=1e-6, ge=0)
     """Groups whose rewards spread less teach nothing and are dropped. 0 trains every group."""
 
-    advantage_epsilon: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation that advantages are divided by."""
+    advantage: AdvantageConfig = GroupNormalizedConfig()
 
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one micro-batch at most; a longer sequence gets one of its own."""

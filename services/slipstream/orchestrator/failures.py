@@ -15,6 +15,7 @@ log = structlog.get_logger()
 
 MAX_DETAIL_CHARS = 512
 TOO_FEW_MEMBERS = "TOO_FEW_MEMBERS"
+BAD_ADVANTAGES = "BAD_ADVANTAGES"
 
 
 @dataclass(slots=True)
@@ -53,10 +54,10 @@ class Failures:
         self._ended[environment] += not counted
         self.streaks.pop(environment, None)
 
-    def too_few(self, group: runner_pb2.GroupAssignment, runner_id: str) -> None:
+    def useless(self, group: runner_pb2.GroupAssignment, runner_id: str, reason: str, detail: str) -> None:
         """A group that counts as finished turned out to be of no use."""
         self._failed[group.environment] += 1
-        self._write(group, TOO_FEW_MEMBERS, "too few of its rollouts finished", runner_id)
+        self._write(group, reason, detail[:MAX_DETAIL_CHARS], runner_id)
 
     def failed(
         self,

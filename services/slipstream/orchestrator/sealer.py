@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slipstream.algorithms.advantages import group_normalized
+from slipstream.algorithms.advantages import Advantages, Members
 from slipstream.algorithms.packing import pack
 from slipstream.algorithms.staleness import SealedStep
 from slipstream.api.rollout.v1 import runner_pb2
@@ -42,14 +42,14 @@ class Sealer:
         *,
         min_group_size: int,
         min_reward_std: float,
-        advantage_epsilon: float,
+        advantages: Advantages,
         micro_batch_tokens: int,
         data_ranks: int,
         total_steps: int,
     ) -> None:
         self.min_group_size = min_group_size
         self.min_reward_std = min_reward_std
-        self.advantage_epsilon = advantage_epsilon
+        self.advantages = advantages
         self.micro_batch_tokens = micro_batch_tokens
         self.data_ranks = data_ranks
         self.total_steps = total_steps
@@ -57,13 +57,17 @@ class Sealer:
     def judge(
         self, assignment: runner_pb2.GroupAssignment, records: Sequence[runner_pb2.RolloutRecord]
     ) -> ScoredGroup | None:
-        """Return the group with its advantages, or None when its rewards do not differ."""
+        """Return the group with its advantages, or None when its rewards do not differ (DAPO's dynamic sampling).
+
+        Raises `BadAdvantages`.
+        """
         rewards = [record.reward for record in records]
         mean = sum(rewards) / len(rewards)
         variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
         if variance < self.min_reward_std**2:
             return None
-        return ScoredGroup(assignment, list(records), group_normalized(rewards, self.advantage_epsilon))
+        members = Members(rewards, [loss_token_count(record.loss_ranges) for record in records])
+        return ScoredGroup(assignment, list(records), list(self.advantages(members)))
 
     def plan(
         self, sealed: SealedStep, groups: Sequence[ScoredGroup], incarnation: int, masked: frozenset[str] = frozenset()
@@ -76,7 +80,8 @@ class Sealer:
             for record, advantage in zip(group.records, group.advantages, strict=True)
         ]
         version = types_pb2.PolicyVersion(incarnation=incarnation, step=sealed.step)
-        loss_tokens = sum(r.end - r.start for sequence in sequences for r in sequence.loss_ranges)
+        counts = [loss_token_count(sequence.loss_ranges) for sequence in sequences]
+        loss_tokens = sum(counts)
         tokens = sum(sequence.token_count for sequence in sequences)
         ranks = pack([sequence.token_count for sequence in sequences], self.micro_batch_tokens, self.data_ranks)
         plans = [
@@ -86,6 +91,7 @@ class Sealer:
                     batch_pb2.MicroBatch(sequences=[sequences[index] for index in indexes]) for indexes in micro_batches
                 ],
                 loss_token_count=loss_tokens,
+                sequence_count=sum(count > 0 for count in counts),
                 token_count=tokens,
                 last=sealed.step == self.total_steps,
             )
@@ -113,6 +119,11 @@ class Sealer:
             routes=record.routes,
             temperature=group.assignment.sampling.temperature,
         )
+
+
+def loss_token_count(ranges: Iterable[types_pb2.RowRange]) -> int:
+    """Positions that the ranges cover."""
+    return sum(covered.end - covered.start for covered in ranges)
 
 
 def record_rows(record: runner_pb2.RolloutRecord) -> list[types_pb2.RowsRef]:

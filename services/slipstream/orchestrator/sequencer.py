@@ -21,11 +21,12 @@ from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator import telemetry
+from slipstream.orchestrator.advantage import BadAdvantages, build_advantages
 from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.external import ExternalGroups
-from slipstream.orchestrator.failures import TOO_FEW_MEMBERS, Failures
+from slipstream.orchestrator.failures import BAD_ADVANTAGES, TOO_FEW_MEMBERS, Failures
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite
@@ -99,7 +100,7 @@ class Sequencer:
         self.sealer = Sealer(
             min_group_size=config.min_group_size,
             min_reward_std=config.min_reward_std,
-            advantage_epsilon=config.advantage_epsilon,
+            advantages=build_advantages(config.advantage),
             micro_batch_tokens=config.micro_batch_tokens,
             data_ranks=config.data_ranks,
             total_steps=config.total_steps,
@@ -268,11 +269,18 @@ class Sequencer:
         if not finished or len(report.rollouts) < self.config.min_group_size:
             self._interval.groups_failed += 1
             if finished:
-                self.failures.too_few(assignment, running.runner_id)
+                detail = "too few of its rollouts finished"
+                self.failures.useless(assignment, running.runner_id, TOO_FEW_MEMBERS, detail)
             self._end(position, attempt, Outcome.FAILED, report.reason or TOO_FEW_MEMBERS)
             return False
         self._interval.add(assignment.environment, report.rollouts)
-        scored = self.sealer.judge(assignment, report.rollouts)
+        try:
+            scored = self.sealer.judge(assignment, report.rollouts)
+        except BadAdvantages as error:
+            self._interval.groups_failed += 1
+            self.failures.useless(assignment, running.runner_id, BAD_ADVANTAGES, str(error))
+            self._end(position, attempt, Outcome.FAILED, BAD_ADVANTAGES)
+            return False
         if scored is None:
             self._interval.groups_filtered += 1
             self.totals.groups_filtered += 1

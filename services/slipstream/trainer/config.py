@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.trainer.loss_config import LossConfig, MaskedRatioLossConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -55,39 +56,6 @@ class OptimConfig(BaseConfig):
 
     balance_coefficient: float = Field(default=1e-3, ge=0)
     """Weight of the experts' load-balance loss."""
-
-
-class MaskedRatioLossConfig(BaseConfig):
-    """Unclamped ratio, tokens masked by the change of their probability."""
-
-    type: Literal["masked_ratio"] = "masked_ratio"
-
-    mask_low: float = Field(default=0.2, ge=0)
-    """With a negative advantage, a token whose probability fell by more than this is masked."""
-
-    mask_high: float = Field(default=0.2, ge=0)
-    """With a positive advantage, a token whose probability rose by more than this is masked."""
-
-    kl_coefficient: float = Field(default=1e-3, ge=0)
-    """Weight of the squared log ratio."""
-
-
-class ClippedLossConfig(BaseConfig):
-    """PPO's clipped ratio with dual clip."""
-
-    type: Literal["clipped"] = "clipped"
-
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """Ratios below 1 less this are clipped."""
-
-    clip_high: float = Field(default=0.28, ge=0)
-    """Ratios above 1 plus this are clipped."""
-
-    dual_clip: float = Field(default=3.0, gt=1)
-    """Bound of the ratio where the advantage is negative."""
-
-
-LossConfig = Annotated[MaskedRatioLossConfig | ClippedLossConfig, Field(discriminator="type")]
 
 
 class SftConfig(BaseConfig):

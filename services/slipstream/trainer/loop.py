@@ -198,7 +198,8 @@ class TrainingLoop:
         if interval and (version.step - 1) % interval == 0 and plan.micro_batches:
             checked = version.step % len(plan.micro_batches)
         trained = version_number(PolicyVersion(version.incarnation, version.step - 1))
-        await self._torch.run(learner.begin, plan.loss_token_count, sum(lengths), trained, checked)
+        counts = plan.loss_token_count, plan.sequence_count, sum(lengths)
+        await self._torch.run(learner.begin, *counts, trained, checked)
         sequences = lost = 0
         fetch_s = 0.0
         with ExitStack() as training:

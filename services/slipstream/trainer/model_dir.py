@@ -60,7 +60,7 @@ def sizes_at_start(config: TrainerConfig, where: str = "trainer.initial_model") 
     if config.initial_model is None:
         return sizes_of(architecture, config.model.config_json(build_tokenizer().get_vocab_size()))
     where = f"{where} {str(config.initial_model)!r}"
-    _require(config.initial_model, where)
+    require_model_dir(config.initial_model, where)
     given = read_config(config.initial_model)
     context = min(given.get("max_position_embeddings", sys.maxsize), config.model.max_context_tokens)
     try:
@@ -69,7 +69,7 @@ def sizes_at_start(config: TrainerConfig, where: str = "trainer.initial_model") 
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _require(model_dir: Path, where: str) -> None:
+def require_model_dir(model_dir: Path, where: str) -> None:
     """Say at once what a model directory lacks."""
     if not model_dir.is_dir():
         raise ConfigError(

@@ -57,7 +57,8 @@ def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form
         covered[max(1, span.start) : span.end] = True  # nothing predicts the first token
     targets = np.flatnonzero(covered)
     sampled_at, kv_oldest = _versions(planned.spans, len(targets))
-    known = logps[targets] <= 0  # above it, or no number: unknown, so there is nothing to divide by
+    # Above 0, infinite, or no number: unknown, so there is nothing to divide by.
+    known = (logps[targets] <= 0) & np.isfinite(logps[targets])
     if len(targets) and not known.any():
         return None
     return TrainSequence(
@@ -69,6 +70,7 @@ def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form
         routes=_routes(planned.routes, parts, count - 1, form),
         advantage=planned.advantage,
         temperature=planned.temperature or 1.0,
+        unknown_logp_count=int((~known).sum()),
     )
 
 

@@ -46,6 +46,9 @@ class TrainSequence:
     temperature: float = 1.0
     """That the targets were drawn with; the model's logits are divided by it."""
 
+    unknown_logp_count: int = 0
+    """Sampled tokens that are no targets, as the engine gave no log-probability: NaN, infinite or above 0."""
+
     @cached_property
     def known_N(self) -> NDArray[np.bool_]:
         """`[N - 1]`: positions whose experts are recorded."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called."""
+    from slipstream.trainer.frozen import FrozenModels
     from slipstream.trainer.step import Learner
 
     def on_progress(progress: SftProgress) -> None:
@@ -33,7 +34,7 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
 
     model, figures = make_model(config, on_progress, status)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    return Learner(model, config.optim, config.loss), figures
+    return Learner(model, config.optim, config.loss, FrozenModels.load(config)), figures
 
 
 def make_model(

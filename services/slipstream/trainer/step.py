@@ -7,19 +7,21 @@ those of the engine, up to rounding, wherever the engine's whole context was com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.algorithms.losses import LossTerms, clipped_loss, masked_ratio_loss
 from slipstream.algorithms.mismatch import mismatch, pure_tokens
+from slipstream.algorithms.tokens import LossTokens, StepTotals
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
-from slipstream.trainer.config import ClippedLossConfig, LossConfig, OptimConfig
+from slipstream.trainer.config import OptimConfig
+from slipstream.trainer.frozen import FrozenModels
+from slipstream.trainer.loss_config import LossConfig
+from slipstream.trainer.objective import build_objective
 from slipstream.trainer.packed import Packed, pack, target_logps, temperatures
 from slipstream.trainer.replay_check import check_replay
 from slipstream.trainer.schedule import warmup_then_linear
@@ -44,12 +46,13 @@ class _Tokens:
 
 
 class Learner:
-    """The model and its optimizer."""
+    """The model, its optimizer, and the frozen models that its loss asks for."""
 
-    def __init__(self, model: Model, optim: OptimConfig, loss: LossConfig) -> None:
+    def __init__(self, model: Model, optim: OptimConfig, loss: LossConfig, frozen: FrozenModels | None = None) -> None:
         self.model = model
         self._optim = optim
-        self._loss = _loss_function(loss)
+        self._objective = build_objective(loss)
+        self._frozen = frozen or FrozenModels()
         self._adamw = torch.optim.AdamW(
             model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
@@ -66,17 +69,27 @@ class Learner:
         """A whole step at once: `begin`, `add` and `finish`."""
         input_token_count = sum(len(sequence.token_ids) - 1 for batch in micro_batches for sequence in batch)
         checked = step % len(micro_batches) if with_replay_check and micro_batches else None
-        self.begin(loss_token_count, input_token_count, trained, checked)
+        sequence_count = sum(len(sequence.target_positions) > 0 for batch in micro_batches for sequence in batch)
+        self.begin(loss_token_count, sequence_count, input_token_count, trained, checked)
         self.add(micro_batches)
         return self.finish(step)
 
-    def begin(self, loss_token_count: int, input_token_count: int, trained: int, checked: int | None = None) -> None:
-        """Start a step of so many trained tokens and inputs, on weights of version number `trained`.
+    def begin(
+        self,
+        loss_token_count: int,
+        sequence_count: int,
+        input_token_count: int,
+        trained: int,
+        checked: int | None = None,
+    ) -> None:
+        """Start a step of so many trained tokens, sequences that have some, and inputs, over all ranks.
 
+        `trained`: version number of the weights.
         `checked`: the micro-batch, from 0, whose mismatch is also looked at without replay.
         """
         self._adamw.zero_grad(set_to_none=True)
-        self._loss_token_count, self._input_token_count = loss_token_count, input_token_count
+        self._denominators = StepTotals(float(loss_token_count), float(max(1, sequence_count)))
+        self._input_token_count = input_token_count
         self._trained, self._checked, self._added = trained, checked, 0
         self._totals = {"loss": 0.0, "balance_loss": 0.0}
         self._tokens: list[_Tokens] = []
@@ -120,16 +133,19 @@ class Learner:
 
     def _backward(self, batch: Sequence[TrainSequence]) -> _Tokens:
         packed = pack(batch)
+        frozen = self._frozen.logps(batch, packed)  # first: they keep no activations
         logits_RV = packed.logits_RV(self.model, balance=True)
         new_R, entropy_R = target_logps(logits_RV, packed.targets_R, temperatures(batch))
         old_R = torch.from_numpy(np.concatenate([sequence.engine_logps for sequence in batch]))
-        counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
-        advantage_R = torch.tensor([s.advantage for s in batch], dtype=torch.float32).repeat_interleave(counts)
-        terms = self._loss(new_R, old_R, advantage_R, denominator=float(self._loss_token_count))
+        advantages = [sequence.advantage for sequence in batch]
+        lengths = [len(sequence.target_positions) for sequence in batch]
+        terms = self._objective(LossTokens.of_lengths(new_R, old_R, advantages, lengths, **frozen), self._denominators)
         balance = self.model.routes.balance_loss() * (packed.tokens_1T.numel() / self._input_token_count)
         (terms.loss + self._optim.balance_coefficient * balance).backward()
-        self._totals["loss"] += float(terms.loss.detach())
-        self._totals["balance_loss"] += float(balance.detach())
+        figures = {"loss": float(terms.loss.detach()), "balance_loss": float(balance.detach()), **terms.figures}
+        figures["logps_unknown"] += sum(sequence.unknown_logp_count for sequence in batch)
+        for name, value in figures.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
         return _Tokens(
             logp_R=new_R.detach().numpy(),
             entropy_R=entropy_R.numpy(),
@@ -169,11 +185,6 @@ def _padding_fraction(lengths: Sequence[Sequence[int]]) -> float:
     """Part of attention's padded slots that hold no token, by the lengths of each micro-batch's sequences."""
     slots = sum(len(batch) * max(batch) for batch in lengths)
     return 1.0 - sum(map(sum, lengths)) / slots if slots else 0.0
-
-
-def _loss_function(config: LossConfig) -> Callable[..., LossTerms]:
-    options = config.model_dump(exclude={"type"})
-    return partial(clipped_loss if isinstance(config, ClippedLossConfig) else masked_ratio_loss, **options)
 
 
 def _token_metrics(tokens: Sequence[_Tokens], trained: int) -> dict[str, float]:

@@ -23,10 +23,25 @@ _GAUGES = {
     "entropy": Gauge("slipstream_trainer_entropy_nats", "Mean entropy of the distributions sampled from."),
     "mismatch_kl": Gauge("slipstream_trainer_mismatch_k3", "Mismatch of trainer and engine, k3 estimate of the KL."),
     "masked_fraction": Gauge("slipstream_trainer_masked_fraction", "Part of the tokens that the loss masks or clips."),
+    "reference_kl": Gauge("slipstream_trainer_reference_kl_nats", "KL to the reference policy, k3 estimate."),
+    "teacher_kl": Gauge(
+        "slipstream_trainer_teacher_kl_nats", "KL to the teacher, mean difference of log-probabilities."
+    ),
+    "logps_unknown": Gauge("slipstream_trainer_logps_unknown", "Tokens of the last step without a log-probability."),
     "padding_fraction": Gauge("slipstream_trainer_padding_fraction", "Part of attention's slots that hold no token."),
     "routes_unknown_fraction": Gauge(
         "slipstream_trainer_routes_unknown_fraction", "Part of the positions whose routes could not be replayed."
     ),
+}
+_RATIO = Gauge(
+    "slipstream_trainer_ratio", "Quantiles of trainer's over engine's probability in the last step.", ["quantile"]
+)
+_RATIO_QUANTILES = {
+    "ratio_p50": "0.5",
+    "ratio_p90": "0.9",
+    "ratio_p99": "0.99",
+    "ratio_p999": "0.999",
+    "ratio_max": "1",
 }
 
 
@@ -44,3 +59,6 @@ def step_trained(figures: dict[str, float]) -> None:
     for name, gauge in _GAUGES.items():
         if name in figures:
             gauge.set(figures[name])
+    for name, quantile in _RATIO_QUANTILES.items():
+        if name in figures:
+            _RATIO.labels(quantile).set(figures[name])

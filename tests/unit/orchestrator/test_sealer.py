@@ -6,17 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.algorithms.advantages import Advantages
 from slipstream.algorithms.staleness import Group, SealedStep
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.orchestrator.advantage import build_advantages
+from slipstream.orchestrator.advantage_config import GroupNormalizedConfig
 from slipstream.orchestrator.sealer import ScoredGroup, Sealer, within_bound
 
+DEFAULT = build_advantages(GroupNormalizedConfig())
 
-def sealer(micro_batch_tokens: int = 64, data_ranks: int = 1, min_reward_std: float = 1e-6) -> Sealer:
+
+def sealer(
+    micro_batch_tokens: int = 64,
+    data_ranks: int = 1,
+    min_reward_std: float = 1e-6,
+    advantages: Advantages = DEFAULT,
+) -> Sealer:
     return Sealer(
         min_group_size=2,
         min_reward_std=min_reward_std,
-        advantage_epsilon=1e-4,
+        advantages=advantages,
         micro_batch_tokens=micro_batch_tokens,
         data_ranks=data_ranks,
         total_steps=3,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.models.qwen3_moe.model import MoeModel
-from slipstream.trainer.config import ClippedLossConfig, MaskedRatioLossConfig
+from slipstream.trainer.loss_config import ClippedLossConfig, MaskedRatioLossConfig
 from slipstream.trainer.schedule import warmup_then_linear
 from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.step import Learner

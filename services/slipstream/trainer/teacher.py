@@ -1,0 +1,45 @@
+"""Whether a teacher can judge what this run samples, token by token. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from slipstream.common.config import ConfigError
+from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
+from slipstream.models.base import Sizes
+from slipstream.models.registry import BUILT_IN, read_config, sizes_of
+from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.model_dir import require_model_dir, sizes_at_start
+
+
+def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = "trainer.loss.teacher") -> Sizes:
+    """Sizes of the teacher in this model directory.
+
+    Raises `ConfigError`, which begins with `where`, for one that is not whole, has other tokens, or a shorter context.
+    Its `config.json` names no code: the architecture is a built-in one, or that of the run.
+    """
+    where = f"{where} {str(teacher)!r}"
+    require_model_dir(teacher, where)
+    given = read_config(teacher)
+    architecture = given.get("model_type", "")
+    try:
+        sizes = sizes_of(architecture if architecture in BUILT_IN else config.model.architecture, given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    student = sizes_at_start(config)
+    if sizes.max_context_tokens < student.max_context_tokens:
+        raise ConfigError(
+            f"{where} has a context of {sizes.max_context_tokens} tokens; the run's is {student.max_context_tokens}"
+        )
+    if _tokens(teacher) != _tokens(config.initial_model):
+        raise ConfigError(f"{where} has another tokenizer than the run: its tokens could not be compared")
+    return sizes
+
+
+def _tokens(model_dir: Path | None) -> dict[str, int]:
+    """Ids by token; of the built-in tokenizer without a directory."""
+    if model_dir is None:
+        return build_tokenizer().get_vocab()
+    return Tokenizer.from_file(str(model_dir / TOKENIZER_FILE)).get_vocab()
