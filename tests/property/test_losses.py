@@ -64,7 +64,7 @@ def evaluate(objective: Objective, batch: list, totals: StepTotals) -> tuple[flo
     terms = objective(tokens, totals)
     terms.loss.backward()
     assert new.grad is not None
-    return float(terms.loss), terms.figures["logps_unknown"], new.grad.tolist()
+    return terms.loss.item(), terms.figures["logps_unknown"], new.grad.tolist()
 
 
 def test_every_built_in_loss_is_looked_at():

@@ -32,6 +32,8 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
     weights = 4 * sizes.parameter_count(sizes.vocab_size or 128)
     total = MIB * (BASE_MIB["valkey"] + BASE_MIB["orchestrator"] + BASE_MIB["broadcaster"])
     total += MIB * (BASE_MIB["router"] + BASE_MIB["sandbox"] + BASE_MIB["trainer"]) + TRAINER_COPIES * weights
+    trainer: Any = config.section("trainer")
+    total += weights if trainer.loss.reference_kl_coefficient else 0
     for pool in ("prefill", "decode"):
         engine: Any = getattr(config.section(pool), "engine", None)
         tokens = engine.block_count * engine.block_size_tokens

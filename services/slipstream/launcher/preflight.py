@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
@@ -19,6 +20,9 @@ from slipstream.launcher.config import RunConfig
 from slipstream.models.base import Sizes
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import sizes_at_start
+from slipstream.trainer.teacher import teacher_sizes
+
+T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 120.0
 
@@ -30,10 +34,13 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
     what the workers' engines need of the machine they run on.
     """
     trainer: Any = config.section("trainer")
-    start = TrainerConfig(model=config.model, initial_model=trainer.initial_model)
+    start = TrainerConfig(model=config.model, initial_model=trainer.initial_model, loss=trainer.loss)
     if trainer.initial_model is None:
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
+    if start.loss.type == "distillation":
+        teacher_sizes(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
+    _own_code(config, origins)
     if machine and workers_here:
         _vllm(config, origins)
     if machine:
@@ -62,6 +69,18 @@ def _bubblewrap(config: RunConfig, origins: Origins) -> None:
         raise ConfigError(f"{origins.located('sandbox.bwrap')} {str(program)!r} is no program that can run")
 
 
+def _own_code(config: RunConfig, origins: Origins) -> None:
+    """Try the user's loss and advantages in another process each."""
+    for service, name in (("trainer", "loss"), ("orchestrator", "advantage")):
+        section: Any = getattr(config.section(service), name)
+        if section.type == "import":
+            where = origins.located(f"{service}.{name}.path")
+            asked = section.model_dump(mode="json")
+            sentence = _ask(f"slipstream.{service}.{name}_probe", asked, f"{where}: {section.path}", str)
+            if sentence:
+                raise ConfigError(f"{where}: {shorten(sentence)}")
+
+
 def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:
     """Build every environment in another process: a third party's code may do anything, or never come back."""
     asked = {
@@ -71,9 +90,20 @@ def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path
         "context_tokens": sizes.max_context_tokens,
         "demonstrations": config.sft.enabled and model is None,
     }
-    command = [sys.executable, "-m", "slipstream.launcher.environment_probe"]
     imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
     what = f"{origins.located('environments')}: {', '.join(imported) or 'the built-in ones'}"
+    found = [
+        (str(name), str(sentence)) for name, sentence in _ask("slipstream.launcher.environment_probe", asked, what)
+    ]
+    for name, sentence in found:
+        index = next((str(i) for i, e in enumerate(config.environments) if e.name == name), name)
+        where = located(origins.place(["environments", index]), f"environments.{name}")
+        raise ConfigError(f"{where}: {shorten(sentence)}")
+
+
+def _ask(module: str, asked: dict[str, Any], what: str, read: Callable[[Any], T]) -> T:
+    """Run a probe, and return what it found. Raises `ConfigError`, which begins with `what`, where it does not end."""
+    command = [sys.executable, "-m", module]
     try:
         done = subprocess.run(
             command, input=json.dumps(asked), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
@@ -81,15 +111,10 @@ def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{what} cannot be built within {PROBE_TIMEOUT_S:.0f} s") from None
     try:
-        problems = json.loads(done.stdout.splitlines()[-1])
-        found = [(str(name), str(sentence)) for name, sentence in problems]
+        return read(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"{what} end the process that builds them, exit code {done.returncode}: {last}") from None
-    for name, sentence in found:
-        index = next((str(i) for i, e in enumerate(config.environments) if e.name == name), name)
-        where = located(origins.place(["environments", index]), f"environments.{name}")
-        raise ConfigError(f"{where}: {shorten(sentence)}")
 
 
 def shorten(sentence: str, limit: int = 400) -> str:

@@ -17,6 +17,7 @@ from slipstream.algorithms.advantages import (
     length_penalized,
     max_rl,
 )
+from slipstream.common.config import ConfigError
 from slipstream.common.imports import import_callable
 from slipstream.orchestrator.advantage_config import (
     AdvantageConfig,
@@ -28,6 +29,8 @@ from slipstream.orchestrator.advantage_config import (
     MaxRlConfig,
 )
 
+WHERE = "orchestrator.advantage.path"
+
 log = structlog.get_logger()
 
 
@@ -36,7 +39,7 @@ class BadAdvantages(ValueError):
 
 
 def build_advantages(config: AdvantageConfig) -> Advantages:
-    """The function, its options bound. Raises `ConfigError` for an import path that leads nowhere."""
+    """The function, its options bound. Raises `ConfigError` for one of the user's that cannot be used."""
     match config:
         case GroupNormalizedConfig():
             return lambda members: group_normalized(members.rewards, config.epsilon)
@@ -51,7 +54,12 @@ def build_advantages(config: AdvantageConfig) -> Advantages:
                 members.rewards, members.token_counts, weight=config.weight, right_from=config.right_from
             )
         case ImportedAdvantageConfig():
-            return _checked(import_callable(config.path, "orchestrator.advantage.path"), config)
+            advantages = _checked(import_callable(config.path, WHERE), config)
+            try:
+                advantages(Members([0.0, 1.0, 0.5, 1.0], [3, 5, 4, 8]))
+            except BadAdvantages as error:
+                raise ConfigError(f"{WHERE}: {error}") from error
+            return advantages
 
 
 def _checked(function: Callable[..., Any], config: ImportedAdvantageConfig) -> Advantages:
@@ -62,7 +70,7 @@ def _checked(function: Callable[..., Any], config: ImportedAdvantageConfig) -> A
             found = [float(each) for each in function(members, **config.options)]
         except Exception as error:  # user code
             log.warning("advantages_failed", path=config.path, exc_info=True)
-            raise BadAdvantages(f"{config.path} raised {type(error).__name__}: {error}") from error
+            raise BadAdvantages(f"{config.path} fails with {type(error).__name__}: {error}") from error
         if len(found) != len(members.rewards) or not all(map(math.isfinite, found)):
             raise BadAdvantages(f"{config.path} returned {found} for {len(members.rewards)} members")
         return found

@@ -6,6 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -106,6 +107,26 @@ async def test_the_decode_pool_is_updated_before_the_prefill_pool(make_world: Ma
         await world.until(lambda run: run.serving.step == 1)
         applied = [replica for kind, replica, version in world.calls if (kind, version) == ("apply", "1.1")]
         assert applied == ["decode-1", "decode-2", "prefill-1"]
+
+
+async def test_a_group_whose_advantages_fail_ends_alone_with_its_reason(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    advantage = {"type": "import", "path": "fragile_advantages:fragile"}
+    async with make_world(advantage=advantage, min_reward_std=0.0, max_off_policy_steps=2) as world:
+        world.publish(0)
+        await world.until(lambda run: run.serving.incarnation == 1)
+        broken, *groups = await world.acquire()
+        await world.report(world.finished(broken, spread=False), *(world.finished(group) for group in groups))
+        plan = (await world.plan(1)).plan
+        assert plan.sequence_count == sum(len(batch.sequences) for batch in plan.micro_batches)
+        trained = {sequence.group_id for batch in plan.micro_batches for sequence in batch.sequences}
+        assert broken.group_id not in trained
+        assert {s.advantage for batch in plan.micro_batches for s in batch.sequences} == {0.0, 2.0}
+        (failed,) = world.metrics("group_failed")
+        assert (failed["group_id"], failed["reason"]) == (broken.group_id, "BAD_ADVANTAGES")
+        assert "fragile_advantages:fragile fails with ZeroDivisionError" in failed["detail"]
 
 
 async def test_workers_hear_of_the_end_of_a_versions_last_group_without_an_update(make_world: Make) -> None:

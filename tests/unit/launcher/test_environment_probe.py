@@ -115,3 +115,45 @@ def test_code_that_does_anything_ends_the_command_with_one_line(path, says, caps
     assert error.startswith(f"error: {says}")
     assert error.count("\n") == 1
     assert not Path("runs").exists()
+
+
+ALGORITHMS = """
+import os, sys
+
+def greedy(members): return members.rewards
+def few(members): return [1.0]
+def ends(tokens, totals): print("goodbye", file=sys.stderr); os._exit(3)
+def nothing(tokens, totals): return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "says"),
+    [
+        ("orchestrator.advantage", "own:few", "own:few returned [1.0] for 4 members"),
+        ("orchestrator.advantage", "own:greed", "cannot import 'own:greed': module 'own' has no attribute 'greed'"),
+        (
+            "trainer.loss",
+            "own:nothing",
+            "own:nothing fails with TypeError: own:nothing returns NoneType, not LossTerms",
+        ),
+        ("trainer.loss", "own:ends", "own:ends end the process that builds them, exit code 3: goodbye"),
+    ],
+)
+def test_a_loss_or_advantages_that_cannot_be_used_are_found_before_the_start(section, path, says, capsys):
+    Path("own.py").write_text(ALGORITHMS)
+    text = f'[[environments]]\ntype = "expression"\n[{section}]\ntype = "import"\npath = "{path}"\n'
+    Path("x.toml").write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["rl", "@", "x.toml", "--dry-run"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: x.toml: {section}.path: {says}\n"
+
+
+def test_a_teacher_that_is_none_is_found_before_the_start(capsys):
+    text = '[[environments]]\ntype = "expression"\n[trainer.loss]\ntype = "distillation"\nteacher = "nowhere"\n'
+    Path("x.toml").write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["rl", "@", "x.toml", "--dry-run"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: x.toml: trainer.loss.teacher 'nowhere' is no directory")

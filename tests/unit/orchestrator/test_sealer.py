@@ -91,7 +91,7 @@ def test_a_plan_holds_every_sequence_once_within_the_micro_batch_budget() -> Non
     names = [sequence.rollout_id for batch in rank.micro_batches for sequence in batch.sequences]
     assert sorted(names) == sorted(f"{p}.{i}" for p in range(4) for i in range(3))
     assert all(sum(s.token_count for s in batch.sequences) <= 64 for batch in rank.micro_batches)
-    assert (rank.token_count, rank.loss_token_count) == (240, 120)
+    assert (rank.token_count, rank.loss_token_count, rank.sequence_count) == (240, 120, 12)
     assert (rank.version.incarnation, rank.version.step, rank.last) == (1, 1, False)
     assert len(plan.rows) == 12 * 3
     assert plan.figures["lag_max"] == 0
@@ -103,7 +103,7 @@ def test_all_ranks_get_the_same_number_of_micro_batches() -> None:
     assert len(plan.plans) == 4
     assert len({len(rank.micro_batches) for rank in plan.plans}) == 1
     assert sum(len(batch.sequences) for rank in plan.plans for batch in rank.micro_batches) == 9
-    assert {rank.loss_token_count for rank in plan.plans} == {90}
+    assert {(rank.loss_token_count, rank.sequence_count) for rank in plan.plans} == {(90, 9)}
     assert all(rank.last for rank in plan.plans)
 
 
@@ -113,7 +113,14 @@ def test_tokens_of_a_masked_environment_beyond_the_bound_are_not_trained() -> No
     plan = sealer().plan(sealed([0], step=5, oldest=2), [group], incarnation=1, masked=masked)
     sequences = [s for batch in plan.plans[0].micro_batches for s in batch.sequences]
     assert [(r.start, r.end) for s in sequences for r in s.loss_ranges] == [(15, 20), (15, 20)]
-    assert plan.plans[0].loss_token_count == 10
+    assert (plan.plans[0].loss_token_count, plan.plans[0].sequence_count) == (10, 2)
+
+
+def test_a_sequence_of_which_nothing_is_trained_counts_in_no_denominator() -> None:
+    young, old = scored(0, [0.0, 1.0], steps=(3,)), scored(1, [0.0, 1.0], steps=(0,))
+    masked = frozenset({"words"})
+    plan = sealer().plan(sealed([0, 1], step=5, oldest=2), [young, old], incarnation=1, masked=masked)
+    assert (plan.plans[0].loss_token_count, plan.plans[0].sequence_count) == (20, 2)
 
 
 @given(

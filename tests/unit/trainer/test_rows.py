@@ -67,7 +67,7 @@ def test_prompt_rows_and_decode_rows_meet_at_their_positions():
 def test_tokens_without_a_log_probability_do_not_train_and_the_rest_keep_their_versions():
     old, new = (types_pb2.PolicyVersion(incarnation=1, step=step) for step in (3, 4))
     spans = [types_pb2.VersionSpan(token_count=n, version=v, kv_oldest_version=old) for n, v in ((1, old), (2, new))]
-    for unknown in (1.0, np.nan, np.inf):
+    for unknown in (1.0, np.nan, np.inf, -np.inf):
         row = np.array([0, 0, 0, -1, unknown, -2], np.float32)
         sequence = stitch(planned(spans=spans, temperature=0.5), parts(l=part(0, row)), FORM)
         assert sequence is not None
@@ -75,6 +75,7 @@ def test_tokens_without_a_log_probability_do_not_train_and_the_rest_keep_their_v
         assert sequence.engine_logps.tolist() == [-1.0, -2.0]
         assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, step)) for step in (3, 4)]
         assert sequence.temperature == 0.5
+        assert sequence.unknown_logp_count == 1
     assert stitch(planned(), parts(l=part(0, np.ones(6, np.float32))), FORM) is None
 
 
