@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ CONFIGS = [
     TokenTruncatedLossConfig(),
     SequenceTruncatedLossConfig(),
     IcePopLossConfig(),
-    DistillationLossConfig(teacher="unread"),
+    DistillationLossConfig(teacher=Path("unread")),
 ]
 
 logps = st.floats(-8.0, -(2.0**-10), width=32)

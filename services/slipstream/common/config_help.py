@@ -95,7 +95,7 @@ def _variants(found: Sequence[type[BaseModel]], path: tuple[str, ...], default: 
     common = [name for name in found[0].model_fields if name != "type" and all(name in m.model_fields for m in found)]
     tags = [word for model in found if (word := tag(model))]
     chosen = f"  (default {tag(type(default))})" if default is not None else ""
-    yield f"  type  {' | '.join(tags)}{chosen}"
+    yield from wrap(f"type  {' | '.join(tags)}{chosen}", WIDTH, initial_indent="  ", subsequent_indent=" " * 8)
     parents = (cls for cls in found[0].__mro__[1:] if issubclass(cls, BaseModel))
     base = next((cls for cls in parents if common and common[0] in cls.model_fields), found[0])
     if common:

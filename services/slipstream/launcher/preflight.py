@@ -92,9 +92,11 @@ def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path
     }
     imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
     what = f"{origins.located('environments')}: {', '.join(imported) or 'the built-in ones'}"
-    found = [
-        (str(name), str(sentence)) for name, sentence in _ask("slipstream.launcher.environment_probe", asked, what)
-    ]
+
+    def pairs(answer: Any) -> list[tuple[str, str]]:
+        return [(str(name), str(sentence)) for name, sentence in answer]
+
+    found = _ask("slipstream.launcher.environment_probe", asked, what, pairs)
     for name, sentence in found:
         index = next((str(i) for i, e in enumerate(config.environments) if e.name == name), name)
         where = located(origins.place(["environments", index]), f"environments.{name}")

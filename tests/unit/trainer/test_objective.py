@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.common.config import ConfigError
-from slipstream.trainer.config import ModelConfig, TrainerConfig
+from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
 from slipstream.trainer.frozen import FrozenModels
 from slipstream.trainer.loss_config import (
     ClippedLossConfig,
@@ -31,7 +31,6 @@ from slipstream.trainer.step import Learner
 from .tiny import BASE, OPTIM, sequence, tiny_model
 
 TINY = ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, expert_dim=16)
-OPTIONS = {"loss_token_count": 15, "trained": BASE}
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +44,12 @@ def rollouts(agent: Learner) -> list[TrainSequence]:
     return [replace(each, engine_logps=agent.logps([each])) for each in batch]
 
 
+def trained(agent: Learner, micro_batches: list[list[TrainSequence]], step: int = 1) -> dict[str, float]:
+    return agent.train(micro_batches, step=step, loss_token_count=15, trained=BASE)
+
+
 def loss_of(config: LossConfig, batch: list[TrainSequence]) -> float:
-    return Learner(tiny_model(), OPTIM, config).train([batch], step=1, **OPTIONS)["loss"]
+    return trained(Learner(tiny_model(), OPTIM, config), [batch])["loss"]
 
 
 def test_the_means_of_a_step_are_over_its_tokens_its_sequences_or_a_fixed_length():
@@ -69,8 +72,8 @@ def test_the_reference_starts_at_no_distance_stays_where_it_was_and_is_left_behi
     agent = Learner(model, OPTIM, loss, FrozenModels(reference=reference))
     before = {name: tensor.clone() for name, tensor in reference.named_parameters()}
     batch = rollouts(agent)
-    first = agent.train([batch], step=1, **OPTIONS)
-    later = agent.train([batch[:1], batch[1:]], step=2, **OPTIONS)
+    first = trained(agent, [batch], 1)
+    later = trained(agent, [batch[:1], batch[1:]], 2)
     assert first["reference_kl"] == pytest.approx(0.0, abs=1e-9)
     assert later["reference_kl"] > 1e-6
     assert all(torch.equal(before[name], tensor) for name, tensor in reference.named_parameters())
@@ -86,7 +89,7 @@ def test_a_strong_reference_kl_holds_the_policy_near_it():
             FrozenModels(reference=tiny_model()),
         )
         batch = rollouts(agent)
-        figures = [agent.train([batch], step=step, **OPTIONS) for step in range(1, 9)]
+        figures = [trained(agent, [batch], step) for step in range(1, 9)]
         distances.append(figures[-1]["reference_kl"])
     assert distances[1] < distances[0] / 5
 
@@ -102,7 +105,7 @@ def test_a_student_comes_nearer_to_its_teacher_without_any_reward():
     gaps = []
     for step in range(1, 13):
         gaps.append(np.concatenate([agent.logps([each]) for each in batch]) - wanted)
-        figures = agent.train([batch], step=step, **OPTIONS)
+        figures = trained(agent, [batch], step)
         assert figures["teacher_kl"] == pytest.approx(gaps[-1].sum() / 15, abs=1e-4)
     # On the same tokens again and again: those that the teacher finds likelier rise, the others fall.
     assert np.abs(gaps[-1]).mean() < np.abs(gaps[0]).mean()
@@ -112,14 +115,14 @@ def test_tokens_of_which_the_engine_gave_no_number_are_counted_in_the_step():
     agent = Learner(tiny_model(), OPTIM, PpoLossConfig())
     batch = rollouts(agent)
     batch[0] = replace(batch[0], unknown_logp_count=3)
-    assert agent.train([batch], step=1, **OPTIONS)["logps_unknown"] == 3
+    assert trained(agent, [batch], 1)["logps_unknown"] == 3
 
 
 def test_a_users_loss_is_imported_by_path_and_trains_with_its_options_and_figures():
     agent = Learner(tiny_model(), OPTIM, ImportedLossConfig(path="own_losses:plain", options={"scale": 2.0}))
     batch = rollouts(agent)
     logps = np.concatenate([each.engine_logps * each.advantage for each in batch])
-    figures = agent.train([batch[:2], batch[2:]], step=1, **OPTIONS)
+    figures = trained(agent, [batch[:2], batch[2:]], 1)
     assert figures["loss"] == pytest.approx(-2.0 * logps.sum() / 15, rel=1e-4)
     assert figures["seen"] == 2.0  # one for each micro-batch
     assert agent.logps(batch[:1]).sum() > batch[0].engine_logps.sum()
@@ -142,7 +145,7 @@ def test_a_users_loss_that_cannot_be_used_is_refused_at_the_start(name: str, wor
 
 
 def config(run_dir: Path, loss: LossConfig, **fields) -> TrainerConfig:
-    return TrainerConfig(run_dir=run_dir, model=TINY, sft={"enabled": False}, loss=loss, **fields)
+    return TrainerConfig(run_dir=run_dir, model=TINY, sft=SftConfig(enabled=False), loss=loss, **fields)
 
 
 def test_the_reference_of_a_run_is_what_its_first_step_started_from(tmp_path):
