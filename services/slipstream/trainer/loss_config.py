@@ -56,6 +56,7 @@ class ClippedLossConfig(_ClipConfig):
 
     type: Literal["clipped"] = "clipped"
     clip_high: float = Field(default=0.28, ge=0)
+    """Ratios above 1 plus this are clipped."""
 
     dual_clip: float = Field(default=3.0, gt=1)
     """Bound of the ratio where the advantage is negative."""
@@ -90,6 +91,7 @@ class DapoLossConfig(_ClipConfig):
 
     type: Literal["dapo"] = "dapo"
     clip_high: float = Field(default=0.28, ge=0)
+    """Ratios above 1 plus this are clipped."""
 
 
 class GspoLossConfig(BaseLossConfig):
