@@ -69,6 +69,12 @@ def test_more_workers_and_more_blocks_need_more():
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], offload)) > 2 * 8_000_000_000
 
 
+def test_a_reference_policy_needs_one_more_copy_of_the_weights():
+    small = load_config(RUN_CONFIG, [DEMO])
+    held = load_config(RUN_CONFIG, [DEMO], ["trainer.loss.reference-kl-coefficient=0.1"])
+    assert needed_bytes(held) - needed_bytes(small) == 4 * small.model.parameter_count(128)
+
+
 def test_a_run_that_does_not_fit_is_refused_before_it_starts():
     config = load_config(RUN_CONFIG, [DEMO])
     with pytest.raises(ConfigError, match=r"needs about \d+ MiB of memory and 512 MiB are available; end other"):
