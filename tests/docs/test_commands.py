@@ -35,7 +35,7 @@ STARTS = ("slipstream rl ", "slipstream sft ", "slipstream up ")
 def typed(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run one command as a shell would, with the overlay where it starts something."""
     line = command.line
-    if line.removeprefix("PYTHONPATH=examples ").startswith(STARTS):
+    if line.removeprefix("PYTHONPATH=examples:$PYTHONPATH ").startswith(STARTS):
         head, _, flags = line.partition(" --")
         line = f"{head} @ shorter.toml" + (f" --{flags}" if flags else "")
     # The command itself: `python -m` would look for modules in more places.
