@@ -2,8 +2,7 @@
 
     python examples/smallest_loop.py
 
-The services of slipstream do this with gRPC between them; here their parts are called directly. Three threads work at
-once, and the event loop passes results around:
+The services do this over gRPC; here the event loop calls their parts directly. Three threads work at once:
 
     prefill engine    computes the KV of each prompt, once for the group of rollouts that share it
     decode engine     samples the answers; new weights are swapped in between two of its steps
@@ -174,8 +173,8 @@ class Learner:
             )
             new_logps, _ = target_logps(packed.logits_RV(self.model, balance=True), packed.targets_R)
             old_logps = torch.tensor([logp for t in some for logp in t.logps])
-            advantages, lengths = [t.advantage for t in some], [len(t.logps) for t in some]
-            tokens = LossTokens.of_lengths(new_logps, old_logps, advantages, lengths)
+            each = [t.advantage for t in some], [len(t.logps) for t in some]
+            tokens = LossTokens.of_lengths(new_logps, old_logps, *each)
             loss = clipped_loss(tokens, totals, clip_high=0.28, dual_clip=3.0).loss
             (loss + 1e-3 * self.model.routes.balance_loss() / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
