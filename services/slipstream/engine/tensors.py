@@ -11,21 +11,11 @@ import numpy as np
 import torch
 
 from slipstream.common.errors import WeightsCorrupt
-from slipstream.models.base import Sizes
-from slipstream.models.registry import find_architecture
 
 MEMORY_THREADS = 8
 """One thread reads some 5 GB/s, a socket's memory many times that."""
 
 Result = TypeVar("Result")
-
-
-def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Shapes of a whole checkpoint by name, from the model's own code; no memory is taken."""
-    with torch.device("meta"):
-        model = find_architecture(sizes.architecture).build_model(sizes)
-    shapes = {name: tuple(view.shape) for name, view in model.hf_views().items()}
-    return {name: (int(np.prod(shape[:-1])), shape[-1]) if len(shape) > 2 else shape for name, shape in shapes.items()}
 
 
 def check_tensors(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

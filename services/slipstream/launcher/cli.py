@@ -35,6 +35,7 @@ usage: slipstream COMMAND
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
   prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
   certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services
+  convert SOURCE TARGET [--dtype D]           write a model directory: from another one, a GGUF file or a package
   --version                                   print the version
 
 RUN is a name in runs/ or a path; without it, the newest run is meant. `rl`, `up` and `sft` also take
@@ -172,6 +173,13 @@ def _certs(arguments: list[str]) -> int:
     return run_certs(arguments)
 
 
+def _convert(arguments: list[str]) -> int:
+    import subprocess
+
+    # A process of its own: the launcher does not import torch.
+    return subprocess.run([sys.executable, "-m", "slipstream.models.convert", *arguments], check=False).returncode
+
+
 def _version(arguments: list[str]) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -235,5 +243,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
     "prepare": _prepare,
     "certs": _certs,
+    "convert": _convert,
     "--version": _version,
 }

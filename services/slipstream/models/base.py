@@ -47,12 +47,12 @@ class Sizes(Protocol):
 
     @property
     def moe_layers(self) -> int:
-        """Layers whose experts are recorded; at least one."""
+        """Layers whose experts are recorded; 0 for a dense model."""
         ...
 
     @property
     def n_experts(self) -> int:
-        """Experts of a layer."""
+        """Experts of a layer; 0 for a dense model."""
         ...
 
     @property

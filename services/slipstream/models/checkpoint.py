@@ -2,65 +2,84 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from slipstream.common.config import ConfigError
-from slipstream.common.disk import replace_file
 from slipstream.models.base import Model, Sizes
 from slipstream.models.registry import find_architecture, save_sizes
+from slipstream.models.shards import SHARD_BYTES, ShardReader, check_shapes, write_shards
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def to_hf(model: Model) -> dict[str, Tensor]:
     """Contiguous float32 tensors by Hugging Face name. Some share memory with the live parameters: copy to keep."""
+    return {name: _matrix(view).contiguous() for name, view in model.hf_views().items()}
+
+
+def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint by name."""
     return {
-        name: (view.reshape(-1, view.shape[-1]) if view.ndim > 2 else view).contiguous()
+        name: (view.numel() // view.shape[-1], view.shape[-1]) if view.ndim > 2 else tuple(view.shape)
         for name, view in model.hf_views().items()
     }
+
+
+def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of a whole checkpoint by name, from the model's own code; no memory is taken."""
+    with torch.device("meta"):
+        return shapes_of(find_architecture(sizes.architecture).build_model(sizes))
 
 
 @torch.no_grad()
 def load_hf(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors of any dtype into the live parameters. Names and shapes must match; else nothing is written."""
-    views = model.hf_views()
-    if views.keys() != tensors.keys():
-        missing, extra = sorted(views.keys() - tensors.keys()), sorted(tensors.keys() - views.keys())
-        raise ValueError(f"state dict does not match the model: missing {missing[:3]}, unexpected {extra[:3]}")
-    for name, view in views.items():
-        expected = (view.numel() // view.shape[-1], view.shape[-1]) if view.ndim > 2 else tuple(view.shape)
-        if tuple(tensors[name].shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, expected {expected}")
-    for name, view in views.items():
+    check_shapes(shapes_of(model), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name, view in model.hf_views().items():
         view.copy_(tensors[name].view_as(view))
 
 
-def save_model(model: Model, model_dir: Path) -> None:
-    """Write `config.json` and `model.safetensors`, each whole or not at all. Raises `DiskFull`."""
+def save_model(model: Model, model_dir: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `config.json` and the weights, each file whole or not at all. Raises `DiskFull`."""
     save_sizes(model.sizes, model_dir)
-    replace_file(model_dir / WEIGHTS_FILE, save(to_hf(model), metadata={"format": "pt"}))
+    views = model.hf_views()
+    sizes_bytes = {name: view.numel() * view.element_size() for name, view in views.items()}
+    write_shards(model_dir, sizes_bytes, lambda name: _matrix(views[name]), shard_bytes)
 
 
+@torch.no_grad()
 def load_model(sizes: Sizes, model_dir: Path) -> Model:
-    """Build the model of these sizes and load the directory's weights, in one file or in the files of an index."""
+    """Build the model of these sizes and copy the directory's weights into it, a file at a time.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected or of another shape; all names are told.
+    """
     model = find_architecture(sizes.architecture).build_model(sizes)
+    views = model.hf_views()
+    reader = ShardReader(model_dir)
     try:
-        load_hf(model, {name: tensor for file in _weight_files(model_dir) for name, tensor in load_file(file).items()})
+        check_source(shapes_of(model), reader)
     except ValueError as error:
         raise ConfigError(f"{model_dir}: {error}") from None
+    for name in reader.shapes:
+        if name in views:
+            views[name].copy_(reader.read(name).view_as(views[name]))
     return model
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
-    index = model_dir / INDEX_FILE
-    if not index.exists():
-        return [model_dir / WEIGHTS_FILE]
-    names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
-    return [model_dir / Path(name).name for name in sorted(names)]
+def check_source(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -> None:
+    """Raise `ValueError` unless the tensors are those expected; a tied head may be there once more."""
+    found = dict(reader.shapes)
+    if HEAD in found and HEAD not in expected:
+        if found[HEAD] != found.get(EMBEDDING) or not torch.equal(reader.read(HEAD).clone(), reader.read(EMBEDDING)):
+            raise ValueError(f"{HEAD} is not {EMBEDDING}, though config.json says tie_word_embeddings")
+        del found[HEAD]
+    check_shapes(expected, found)
+
+
+def _matrix(view: Tensor) -> Tensor:
+    return view.reshape(-1, view.shape[-1]) if view.ndim > 2 else view

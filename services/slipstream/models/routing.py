@@ -77,10 +77,17 @@ class Routes:
 
     def captured(self) -> Tensor:
         """The experts chosen in the last forward pass, `[T, L, K]`, uint8 up to 256 experts, else uint16."""
+        if not self.moe_layers:
+            return torch.empty(1, 0, 0, dtype=torch.uint8)  # of any number of tokens
         return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.expert_count <= 256 else torch.uint16)
 
     def balance_loss(self) -> Tensor:
-        """Switch-style load-balance loss, the mean over layers: 1 when experts are used evenly, up to E / K."""
+        """Switch-style load-balance loss, the mean over layers: 1 when experts are used evenly, up to E / K.
+
+        0 where no layer has experts.
+        """
+        if not self.moe_layers:
+            return torch.zeros(())
         return torch.stack(self._balance_terms).mean()
 
     def margin(self) -> float:

@@ -10,13 +10,15 @@ with light_imports():
     # torchtitan's token dispatcher copies this name when it is imported, so it is set before.
     torchtitan.tools.utils.device_type = "cpu"
 
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.common.embedding import Embedding
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-    from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_moe_layers
+    from torchtitan.models.llama3 import Llama3Model, Llama3TransformerBlock
+    from torchtitan.models.qwen3 import Qwen3Model, Qwen3TransformerBlock, _build_qwen3_moe_layers
     from torchtitan.protocols.module import Module
 
 build_qwen3_moe_layers = _build_qwen3_moe_layers
@@ -26,10 +28,15 @@ __all__ = [
     "Embedding",
     "GroupedExperts",
     "Linear",
+    "Llama3Model",
+    "Llama3TransformerBlock",
     "LocalTokenDispatcher",
     "Module",
     "Qwen3Model",
+    "Qwen3TransformerBlock",
     "RMSNorm",
     "TokenChoiceTopKRouter",
     "build_qwen3_moe_layers",
+    "make_ffn_config",
+    "make_gqa_config",
 ]

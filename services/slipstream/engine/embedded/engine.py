@@ -47,8 +47,9 @@ from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
 from slipstream.engine.routes import RouteRows, RouteStore
-from slipstream.engine.tensors import check_tensors, expected_shapes
+from slipstream.engine.tensors import check_tensors
 from slipstream.models.base import Sizes
+from slipstream.models.checkpoint import expected_shapes
 
 T = TypeVar("T")
 Reply = tuple["asyncio.Future[Any]", Any, BaseException | None]

@@ -47,7 +47,7 @@ class RouteSlots:
 
     def copy_blocks(self, sources: list[int], targets: list[int], block_size: int) -> None:
         for array in (self._rows, self._known):
-            blocks = array.reshape(-1, block_size, *array.shape[1:])
+            blocks = array.reshape(len(array) // block_size, block_size, *array.shape[1:])
             blocks[targets] = blocks[sources]
 
 

@@ -16,11 +16,12 @@ import torch
 
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.engine.base import PausedEngine
-from slipstream.engine.tensors import check_tensors, expected_shapes
+from slipstream.engine.tensors import check_tensors
 from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.layout import Layout
 from slipstream.models.base import Sizes
+from slipstream.models.checkpoint import expected_shapes
 
 ATTACH_POLL_S = 0.02
 

@@ -130,7 +130,9 @@ class MoeConfig(BaseConfig):
             n_heads=config["num_attention_heads"],
             n_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
-            n_experts=config["num_experts"],
+            n_experts=config[
+                "num_experts" if "num_local_experts" not in config else "num_local_experts"
+            ],  # transformers 5
             top_k=config["num_experts_per_tok"],
             expert_dim=config["moe_intermediate_size"],
             rope_theta=config["rope_theta"] if "rope_theta" in config else rope["rope_theta"],

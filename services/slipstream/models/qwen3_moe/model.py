@@ -13,50 +13,25 @@ right-padded batch `[B, L]`. `model.routes` (see `models/routing.py`) captures, 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.models.attention import ContextAttention
-from slipstream.models.base import Context
+from slipstream.models.decoder import DecoderPasses, random_start
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts
 from slipstream.models.qwen3_moe.router import ReplayRouter
+from slipstream.models.rope import Rope
 from slipstream.models.routing import Routes
-from slipstream.models.titan import CosSinRoPE, Embedding, Linear, Qwen3Model, RMSNorm, build_qwen3_moe_layers
+from slipstream.models.titan import Embedding, Linear, Qwen3Model, RMSNorm, build_qwen3_moe_layers
 
 
-class Rope(CosSinRoPE):
-    """Rotary embedding for positions `[1, T]`, without torchtitan's distributed bookkeeping around a table lookup."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        """Same fields as torchtitan's."""
-
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rotate query and key `[B, L, N, H]`; `positions` is `[1, L]`, `[B, L]`, or None for 0 to L-1."""
-        table = self.cache[: query.shape[1]].unsqueeze(0) if positions is None else self.cache[positions]
-        return self.apply_rotary_emb(query, key, table.unsqueeze(2))
-
-
-class MoeModel(Qwen3Model):
+class MoeModel(DecoderPasses, Qwen3Model):
     """torchtitan's Qwen3 model with its `Routes` and our sizes."""
 
     routes: Routes
     sizes: MoeConfig
-
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Context | None = None) -> Tensor:
-        """The last block's output: the forward pass without final norm and head."""
-        h = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            h = layer(h, attention_masks, positions)
-        return h
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head."""
-        return self.lm_head(self.norm(hidden))
 
     def hf_views(self) -> dict[str, Tensor]:
         """The live parameters by Hugging Face name.
@@ -147,20 +122,6 @@ def _retype(config_class: Any, config: Any) -> Any:
     return config_class(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
-@torch.no_grad()
 def init_weights(model: MoeModel, seed: int) -> None:
-    """Random start, the same for the same seed: normal, 1/sqrt(fan in), residual outputs scaled down by depth.
-
-    Norms start at 1. Embeddings have unit variance: with the usual 0.02 the residual stream forgets which token it
-    stands on as soon as the first block adds to it, and a model this small learned to spell half as fast.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    residual_scale = 1.0 / math.sqrt(2 * model.sizes.n_layers)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            nn.init.ones_(parameter)
-            continue
-        std = 1.0 if "tok_embeddings" in name else 1.0 / math.sqrt(parameter.shape[-1])
-        if name.endswith(("wo.weight", "w2_EDF")):
-            std *= residual_scale
-        parameter.normal_(0.0, std, generator=generator)
+    """Random start, the same for the same seed."""
+    random_start(model, seed, residual_outputs=("wo.weight", "w2_EDF"))
