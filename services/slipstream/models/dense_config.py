@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -108,7 +108,7 @@ class DenseConfig(BaseConfig):
         }
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> DenseConfig:
+    def from_hf(cls, config: dict[str, Any]) -> Self:
         """The sizes in a `config.json` of this family; raises `ValueError` that names the key of what is not built."""
         for key, expected in cls.FIXED.items():
             if config.get(key, expected) != expected:

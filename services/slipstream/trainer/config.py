@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class ModelConfig(MoeConfig):
     """Sizes of the model that training starts from."""
+
+    RANDOM_START: ClassVar[str] = "qwen3_moe"
+    """The built-in architecture whose sizes these are."""
 
     vocab_size: int = Field(default=0, ge=0)
     """Rows of the embedding. 0 takes the tokenizer's."""

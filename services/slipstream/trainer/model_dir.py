@@ -19,7 +19,7 @@ from slipstream.common.disk import RETRY_S, full_disk_named, make_directory, rep
 from slipstream.common.errors import DiskFull
 from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
 from slipstream.models.base import Sizes
-from slipstream.models.registry import CONFIG_FILE, read_config, save_sizes, sizes_of
+from slipstream.models.registry import BUILT_IN, CONFIG_FILE, read_config, save_sizes, sizes_of
 from slipstream.trainer.config import TrainerConfig
 
 log = structlog.get_logger()
@@ -58,6 +58,11 @@ def sizes_at_start(config: TrainerConfig, where: str = "trainer.initial_model") 
     """Sizes of the model that training starts from. Raises `ConfigError` for a start that cannot be, named `where`."""
     architecture = config.model.architecture
     if config.initial_model is None:
+        if architecture in BUILT_IN and architecture != config.model.RANDOM_START:
+            raise ConfigError(
+                f'model.architecture "{architecture}" starts from trainer.initial_model; '
+                f"[model] has the sizes of {config.model.RANDOM_START} alone"
+            )
         return sizes_of(architecture, config.model.config_json(build_tokenizer().get_vocab_size()))
     where = f"{where} {str(config.initial_model)!r}"
     require_model_dir(config.initial_model, where)

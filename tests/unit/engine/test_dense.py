@@ -29,7 +29,7 @@ def test_a_dense_model_decodes_as_its_plain_forward_pass_does(family, config_cla
         outputs += core.take_outputs()
     tokens: dict[int, list[int]] = {}
     for chunk in (chunk for output in outputs if isinstance(output, Chunks) for chunk in output.chunks):
-        tokens[chunk.index] = [*tokens.get(chunk.index, []), *chunk.token_ids]
+        tokens[chunk.sample_index] = [*tokens.get(chunk.sample_index, []), *chunk.token_ids]
     assert list(tokens.values()) == [greedy(model, PROMPT, 8)] * 2
     rows = [output.routes.rows for output in outputs if isinstance(output, Recorded)]
     assert all(each.shape[1:] == (0, 0) for each in rows)

@@ -112,6 +112,11 @@ def test_a_model_from_elsewhere_names_no_code(tmp_path):
     assert sizes.architecture == "qwen3_moe"
 
 
+def test_a_family_that_the_sizes_of_a_run_are_not_for_starts_from_a_directory(tmp_path):
+    with pytest.raises(ConfigError, match="starts from trainer"):
+        sizes_at_start(config(tmp_path / "run", model={"architecture": "llama"}))
+
+
 def test_a_module_that_is_no_architecture_is_said_to_lack_its_functions():
     with pytest.raises(ConfigError, match="json lacks read_sizes, build_model, init_weights"):
         find_architecture("json")
