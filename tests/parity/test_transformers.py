@@ -36,16 +36,46 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-smollm2": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 1}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "llama-biases": ("llama", {"attention_bias": True, "head_dim": 16}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "decoder_sparse_step": 1}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek_v3-mscales": (
+        "deepseek_v3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek_v3-whole-query": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": None, "v_head_dim": 12, "norm_topk_prob": False},
+    ),
 }
 """Name of the case: model type, and what its `config.json` has beside `TINY`."""
 
@@ -58,6 +88,9 @@ def theirs(kind: str, changes: dict) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.5 * torch.randn_like(buffer))
     return model.eval()
 
 

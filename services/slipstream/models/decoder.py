@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -26,6 +27,11 @@ class DecoderPasses:
         """Final norm and head."""
         model: Any = self
         return model.lm_head(model.norm(hidden))
+
+
+def retype(config_class: Any, config: Any) -> Any:
+    """The same config for another node class."""
+    return config_class(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
 def set_biases(attention: Any) -> None:
@@ -88,7 +94,7 @@ def random_start(model: Any, seed: int, residual_outputs: tuple[str, ...] = ("wo
     residual_scale = 1.0 / math.sqrt(2 * model.sizes.n_layers)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
+            nn.init.zeros_(parameter) if name.endswith(("bias", "expert_bias_E")) else nn.init.ones_(parameter)
             continue
         std = 1.0 / math.sqrt(parameter.shape[-1])
         if "tok_embeddings" in name and not model.enable_weight_tying:

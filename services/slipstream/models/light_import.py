@@ -30,6 +30,7 @@ LEFT_OUT = frozenset(
         "torchtitan.components.optimizer",
         "torchtitan.distributed.compile",
         "torchtitan.distributed.pipeline_parallel",
+        "torchtitan.models.deepseek_v3.parallelize",
         "torchtitan.models.llama3.parallelize",
         "torchtitan.models.qwen3.parallelize",
     }

@@ -17,7 +17,7 @@ from slipstream.common.config import ConfigError
 from slipstream.common.disk import make_directory, replace_file
 from slipstream.models.base import Architecture, Sizes
 
-BUILT_IN = {name: f"slipstream.models.{name}" for name in ("llama", "qwen3", "qwen3_moe")}
+BUILT_IN = {name: f"slipstream.models.{name}" for name in ("deepseek_v3", "llama", "qwen3", "qwen3_moe")}
 """Named as the `model_type` of their `config.json`."""
 CONFIG_FILE = "config.json"
 ARCHITECTURE_KEY = "slipstream_architecture"

@@ -58,20 +58,21 @@ class Routes:
         self._balance_terms: list[Tensor] = []
         self._margins: list[float] = []
 
-    def choose(self, layer: int, scores_TE: Tensor) -> Tensor:
-        """Expert ids `[T, K]` of one layer: replayed where known, else the top k of `scores_TE`."""
+    def choose(self, layer: int, scores_TE: Tensor, choice_TE: Tensor | None = None) -> Tensor:
+        """Expert ids `[T, K]` of one layer: replayed where known, else the top k of `choice_TE`, or of `scores_TE`."""
+        choice_TE = scores_TE if choice_TE is None else choice_TE
         if self.replay_TLK is None:
-            ids_TK = torch.topk(scores_TE, self.top_k, dim=-1).indices
+            ids_TK = torch.topk(choice_TE, self.top_k, dim=-1).indices
         else:  # as wide as an index one layer at a time: all at once would be eight times the rows
             ids_TK = self.replay_TLK[:, layer].to(torch.int64)
             if self.known_T1 is not None:
-                ids_TK = torch.where(self.known_T1, ids_TK, torch.topk(scores_TE, self.top_k, dim=-1).indices)
+                ids_TK = torch.where(self.known_T1, ids_TK, torch.topk(choice_TE, self.top_k, dim=-1).indices)
         if self.capture:
             self._chosen.append(ids_TK)
         if self.balance:
             self._balance_terms.append(self._balance_term(scores_TE, ids_TK))
         if self.margins and scores_TE.shape[-1] > self.top_k:
-            best_TK = torch.topk(scores_TE, self.top_k + 1, dim=-1).values
+            best_TK = torch.topk(choice_TE, self.top_k + 1, dim=-1).values
             self._margins.append(float((best_TK[:, -2] - best_TK[:, -1]).min()))
         return ids_TK
 

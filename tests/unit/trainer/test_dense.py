@@ -1,4 +1,4 @@
-"""A model without experts in the trainer: the warm-up and a step take it, and its balance loss is nothing."""
+"""A model without experts in the trainer: the warm-up takes it, and its balance loss is nothing."""
 
 from __future__ import annotations
 

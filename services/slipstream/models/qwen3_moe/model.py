@@ -12,13 +12,12 @@ right-padded batch `[B, L]`. `model.routes` (see `models/routing.py`) captures, 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import Tensor
 
 from slipstream.models.attention import ContextAttention
-from slipstream.models.decoder import DecoderPasses, random_start
+from slipstream.models.decoder import DecoderPasses, random_start, retype
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts
 from slipstream.models.qwen3_moe.router import ReplayRouter
@@ -111,15 +110,10 @@ def _replace_nodes(layer: Any, config: MoeConfig) -> None:
     for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
         norm.eps = config.norm_eps
     layer.moe.load_balance_coeff = None  # a balance loss instead of torchtitan's expert bias
-    layer.moe.router = _retype(ReplayRouter.Config, layer.moe.router)
+    layer.moe.router = retype(ReplayRouter.Config, layer.moe.router)
     experts = layer.moe.routed_experts
-    experts.inner_experts = _retype(SplitExperts.Config, experts.inner_experts)
+    experts.inner_experts = retype(SplitExperts.Config, experts.inner_experts)
     experts.token_dispatcher = PermutingDispatcher.Config(num_experts=config.n_experts, top_k=config.top_k)
-
-
-def _retype(config_class: Any, config: Any) -> Any:
-    """The same config for another node class."""
-    return config_class(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
 def init_weights(model: MoeModel, seed: int) -> None:
