@@ -177,7 +177,7 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path, capsys):
     assert "--shard-mib 0: must be 1 or more" in capsys.readouterr().err
     (tmp_path / "there" / "config.json").write_text('{"model_type": "bert"}')
     assert refused(tmp_path / "there", tmp_path / "out")
-    assert "model_type is 'bert', and built in are llama" in capsys.readouterr().err
+    assert "model_type is 'bert', and built in are deepseek_v3, llama" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
