@@ -28,7 +28,7 @@ async def run(config: TrainerConfig) -> None:
     telemetry.observe(status)
     batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, access))
     torch = TorchThread(config.torch_threads)
-    rows = RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s)
+    rows = RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s, config.routes_silence_s)
     training = TrainingLoop(
         config,
         batches=batches,

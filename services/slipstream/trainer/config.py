@@ -126,6 +126,9 @@ class TrainerConfig(ServiceConfig):
     rows_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time to fetch the rows of one portion of a step from one holder, in seconds."""
 
+    routes_silence_s: float = Field(default=5.0, gt=0)
+    """A worker that sends nothing for so long, asked for routes, has none: they are computed live, and counted."""
+
     rows_window_bytes: int = Field(default=256 * 2**20, ge=2)
     """Rows held at once: half of them being fetched, half being trained on, but of a micro-batch each at least."""
 

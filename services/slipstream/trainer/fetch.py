@@ -1,15 +1,18 @@
 """Rows by reference: one stream a holder, resumed where it breaks, its bytes put where the caller says.
 
 Until they are stitched (rows.py), rows are opaque bytes. Tokens and log-probabilities come from runners, routes from
-prefill workers (prompt) and decode workers (the rest). A holder that stays away has none of the rows.
+prefill workers (prompt) and decode workers (the rest). A holder that stays away has none of the rows; one that
+falls silent is given up early where it has routes alone, which a sequence can do without, and tokens it cannot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +59,11 @@ class Download:
     header: rows_pb2.RowsHeader | None = None
     held: int = 0
     crc32: int = 0
+    heard: Callable[[], None] = lambda: None
+    """Called at each message."""
 
     def open(self, header: rows_pb2.RowsHeader) -> None:
+        self.heard()
         if header.size_bytes > len(self.memory):
             raise FrameInvalid("more bytes than the references name", size_bytes=header.size_bytes)
         if header != self.header:
@@ -66,6 +72,7 @@ class Download:
 
     def take(self, frame: memoryview) -> None:
         assert self.header is not None
+        self.heard()
         end = self.held + len(frame)
         if end > self.header.size_bytes:
             raise FrameInvalid("more bytes than announced", size_bytes=self.header.size_bytes)
@@ -93,8 +100,11 @@ class Download:
 class RowsClient:
     """Fetches from all holders. Channels are opened once. The orchestrator tells holders what to release."""
 
-    def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float) -> None:
+    def __init__(
+        self, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float, routes_silence_s: float = 5.0
+    ) -> None:
         self._timeout_s = timeout_s
+        self._routes_silence_s = routes_silence_s
         self._channels = Channels(open_channel)
 
     async def fetch(self, refs: Iterable[types_pb2.RowsRef], memory: memoryview) -> dict[RefId, Part]:
@@ -121,23 +131,49 @@ class RowsClient:
     ) -> dict[RefId, Part]:
         """Fetch, resuming where a stream breaks. A holder that stays away has none of the rows."""
         download = Download(memory)
-        failures = 0
+        started_s = time.monotonic()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    before = download.held
-                    try:
-                        await self._receive(holder, refs, download)
-                        return download.parts(refs)
-                    except _RETRIED as error:
-                        failures = 0 if download.held > before else failures + 1
-                        if failures >= MAX_ATTEMPTS:
-                            raise
-                        log.info("rows_fetch_resumed", holder=holder, offset_bytes=before, reason=error.reason)
-                    await asyncio.sleep(RETRY_PAUSE_S)
+            async with asyncio.timeout(self._timeout_s), self._heard(refs, download):
+                return await self._resume(holder, refs, download)
         except (*_RETRIED, DeadlineExceeded, TimeoutError) as error:
-            log.warning("rows_holder_away", holder=holder, ref_count=len(refs), detail=str(error))
+            log.warning(
+                "rows_holder_away",
+                holder=holder,
+                ref_count=len(refs),
+                held_bytes=download.held,
+                waited_s=round(time.monotonic() - started_s, 3),
+                detail=str(error) or f"it did not send all in {self._timeout_s:g} s",
+            )
             return {}
+
+    @asynccontextmanager
+    async def _heard(self, refs: Sequence[types_pb2.RowsRef], download: Download) -> AsyncIterator[None]:
+        """Ends in a `TimeoutError` that says how long a holder of routes alone was silent; tokens are waited for."""
+        silence_s = self._routes_silence_s if all(ref.row_shape for ref in refs) else None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(silence_s) as limit:
+                if silence_s is not None:
+                    download.heard = lambda: limit.reschedule(loop.time() + silence_s)
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"it was silent for {silence_s:g} s") from None
+
+    async def _resume(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> dict[RefId, Part]:
+        failures = 0
+        while True:
+            before = download.held
+            try:
+                await self._receive(holder, refs, download)
+                return download.parts(refs)
+            except _RETRIED as error:
+                failures = 0 if download.held > before else failures + 1
+                if failures >= MAX_ATTEMPTS:
+                    raise
+                log.info("rows_fetch_resumed", holder=holder, offset_bytes=before, reason=error.reason)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _receive(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> None:
         """Take what one stream gives, from where the last one ended."""
