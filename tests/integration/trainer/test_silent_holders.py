@@ -8,7 +8,6 @@ import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -67,7 +66,7 @@ async def fetch(refs: list[types_pb2.RowsRef]) -> tuple[dict[str, bytes], float,
     started_s = time.monotonic()
     try:
         with capture_logs() as lines:
-            parts = await client.fetch(refs, memoryview(np.empty(len(refs) * len(DATA), np.uint8)))
+            parts = await client.fetch(refs, memoryview(bytearray(len(refs) * len(DATA))))
     finally:
         await client.close()
     found = {each.holder: bytes(parts[ref_id(each)].data) for each in refs if ref_id(each) in parts}
