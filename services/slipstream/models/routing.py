@@ -57,6 +57,7 @@ class Routes:
         self._chosen: list[Tensor] = []
         self._balance_terms: list[Tensor] = []
         self._margins: list[float] = []
+        self._counts: dict[int, Tensor] = {}  # by layer, as one that is computed again comes by once more
 
     def choose(self, layer: int, scores_TE: Tensor, choice_TE: Tensor | None = None) -> Tensor:
         """Expert ids `[T, K]` of one layer: replayed where known, else the top k of `choice_TE`, or of `scores_TE`."""
@@ -70,7 +71,9 @@ class Routes:
         if self.capture:
             self._chosen.append(ids_TK)
         if self.balance:
-            self._balance_terms.append(self._balance_term(scores_TE, ids_TK))
+            real_TK = ids_TK if self.token_mask_T is None else ids_TK[self.token_mask_T]
+            self._counts[layer] = torch.bincount(real_TK.reshape(-1), minlength=self.expert_count)
+            self._balance_terms.append(self._balance_term(layer, scores_TE))
         if self.margins and scores_TE.shape[-1] > self.top_k:
             best_TK = torch.topk(choice_TE, self.top_k + 1, dim=-1).values
             self._margins.append(float((best_TK[:, -2] - best_TK[:, -1]).min()))
@@ -95,9 +98,14 @@ class Routes:
         """The least by which the last expert chosen was ahead of the best of the others; 1 if there were none."""
         return min(self._margins, default=1.0)
 
-    def _balance_term(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        expert_count = scores_TE.shape[-1]
+    def choice_counts(self) -> Tensor:
+        """How often each expert was taken in the last forward pass with `balance`, `[L, E]`, padding left out."""
+        if not self._counts:
+            return torch.zeros(0, self.expert_count, dtype=torch.int64)
+        return torch.stack([self._counts[layer] for layer in sorted(self._counts)])
+
+    def _balance_term(self, layer: int, scores_TE: Tensor) -> Tensor:
         if self.token_mask_T is not None:
-            scores_TE, ids_TK = scores_TE[self.token_mask_T], ids_TK[self.token_mask_T]
-        share_E = torch.bincount(ids_TK.reshape(-1), minlength=expert_count) / ids_TK.numel()
-        return expert_count * (share_E * scores_TE.mean(0)).sum()
+            scores_TE = scores_TE[self.token_mask_T]
+        counts_E = self._counts[layer]
+        return self.expert_count * (counts_E / counts_E.sum() * scores_TE.mean(0)).sum()

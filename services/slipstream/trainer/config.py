@@ -120,6 +120,10 @@ class TrainerConfig(ServiceConfig):
     torch_threads: int = Field(default=1, ge=1)
     """Threads of torch's operators, all within one thread of ours."""
 
+    peak_flops: float | None = Field(default=None, gt=0)
+    """Most FLOPs a second of one rank's device, for the figure `mfu`. Unset takes that of the card by its name; of an
+    unknown card, and of a CPU, the figure is then left out."""
+
     plan_wait_s: float = Field(default=5.0, gt=0, le=30)
     """Longest wait of one GetPlan call, in seconds."""
 

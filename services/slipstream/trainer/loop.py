@@ -31,6 +31,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import TOKENIZER_FILE
 from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.cost import peak_flops, speed
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.room import write_when_room
@@ -184,11 +185,16 @@ class TrainingLoop:
             "train_s": step_s - fetch_s,
             "step_s": step_s,
         }
+        peak = peak_flops(learner.device, self._config.peak_flops)
+        metrics |= speed(metrics.get("model_flops", 0.0), metrics["tokens"], step_s, peak)
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
+        exported_s = time.monotonic()
+        snapshot = await self._snapshot(learner)
+        metrics["export_s"] = time.monotonic() - exported_s
         self._status.metrics = metrics
         telemetry.step_trained(metrics)
-        return await self._snapshot(learner), _Step(version, metrics, started_s, finished_s)
+        return snapshot, _Step(version, metrics, started_s, finished_s)
 
     async def _optimizer_step(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[dict[str, float], float]:
         """Train a plan as its rows come; returns the step's figures and the seconds spent waiting for rows."""

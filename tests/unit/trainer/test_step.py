@@ -165,6 +165,7 @@ def test_the_replay_check_changes_nothing_in_the_step():
         agent.train([batch], step=1, loss_token_count=15, trained=BASE, with_replay_check=check)
         for agent, check in ((checked, True), (plain, False))
     ]
-    assert figures[0].items() >= figures[1].items()
+    computed = {name: value for name, value in figures[1].items() if not name.endswith(("_s", "_bytes"))}
+    assert figures[0].items() >= computed.items()
     left, right = checked.export(), plain.export()
     assert all(np.array_equal(left[name], right[name]) for name in left)
