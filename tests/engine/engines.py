@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -12,6 +17,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import Engine, KvPayload, KvReference
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.engine import EmbeddedEngine
+from slipstream.engine.pulse import Pulse
 from slipstream.engine.vllm.config import BLOCK_MULTIPLE, VllmConfig
 from slipstream.engine.vllm.engine import VllmEngine
 from slipstream.models.registry import load_sizes
@@ -21,6 +27,7 @@ FIRST = PolicyVersion(1, 0)
 EMBEDDED_BLOCK_TOKENS = 8
 TRANSFER_TIMEOUT_S = 4.0
 """For KV to come by a connector."""
+SILENCE_S = 1.0
 CHUNK_TOKENS = 64
 """Prompt tokens a step, where an engine can cut prompts."""
 
@@ -58,6 +65,10 @@ class EngineUnderTest(Protocol):
         """Bring a prefill's KV on its way to another engine, as a decode worker does."""
         ...
 
+    def standing_still(self, engine: Engine) -> AbstractContextManager[None]:
+        """Within it, what computes does not move, while all around it goes on; it notices after `SILENCE_S`."""
+        ...
+
     def check(self, engine: Engine) -> None:
         """Raise AssertionError if the engine's own books do not balance. Called when it has nothing to do."""
         ...
@@ -86,6 +97,17 @@ class Embedded:
 
     async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:
         return prefiller.export_kv(transfer_id)
+
+    @contextmanager
+    def standing_still(self, engine: Engine) -> Iterator[None]:
+        assert isinstance(engine, EmbeddedEngine)
+        go_on = threading.Event()
+        with sharp(engine):
+            engine._post(lambda: go_on.wait(60))
+            try:
+                yield
+            finally:
+                go_on.set()
 
     def check(self, engine: Engine) -> None:
         assert isinstance(engine, EmbeddedEngine)
@@ -131,8 +153,30 @@ class Vllm:
     async def transfer(self, prefiller: Engine, transfer_id: str) -> KvPayload | KvReference:
         return prefiller.lease_kv(transfer_id)
 
+    @contextmanager
+    def standing_still(self, engine: Engine) -> Iterator[None]:
+        assert isinstance(engine, VllmEngine)
+        (core,) = engine._llm.engine_core.resources.engine_manager.processes
+        with sharp(engine):
+            os.kill(core.pid, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                os.kill(core.pid, signal.SIGCONT)
+
     def check(self, engine: Engine) -> None:
         """vLLM's books are its own."""
+
+
+@contextmanager
+def sharp(engine: Any) -> Iterator[None]:
+    """Engines are shared, and the others who use them need the patience of a busy machine."""
+    pulse: Pulse = engine._pulse
+    pulse.limit_s, before_s = SILENCE_S, pulse.limit_s
+    try:
+        yield
+    finally:
+        pulse.limit_s = before_s
 
 
 ENGINES: list[EngineUnderTest] = [Embedded(), Vllm()]

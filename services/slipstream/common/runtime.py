@@ -68,6 +68,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 LAG_INTERVAL_S = 0.5
 LAG_WARNING_S = 1.0
+ABLE_INTERVAL_S = 0.2
 
 
 class ServiceFailed(Exception):
@@ -177,10 +178,12 @@ async def serve(
     on_drain: Loop | None = None,
     on_start: Callable[[int], Awaitable[Any]] | None = None,
     ready: asyncio.Event | None = None,
+    able: Callable[[], bool] | None = None,
 ) -> None:
     """Run a service until SIGTERM, then drain. Raises `ServiceFailed` when a loop raises or returns.
 
-    `on_start` gets the bound port before the loops begin. With `ready`, health says NOT_SERVING until it is set.
+    `on_start` gets the bound port before the loops begin. With `ready`, health says NOT_SERVING until it is set;
+    with `able`, while it is False.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -198,6 +201,8 @@ async def serve(
             if service.certificate_ends_s is not None:
                 everything["certificate"] = partial(watch_certificate, service.certificate_ends_s)
             tasks = [group.create_task(_never_return(name, loop), name=name) for name, loop in everything.items()]
+            if able is not None:
+                tasks.append(group.create_task(_report_able(service, able), name="able"))
             if ready is not None:
                 tasks.append(group.create_task(_report_ready(service, ready), name="ready"))
             await stop.wait()
@@ -233,6 +238,15 @@ async def _report_ready(service: Service, ready: asyncio.Event) -> None:
     if not service.drain.started.is_set():
         await service.set_health(True)
         log.info("service_ready")
+
+
+async def _report_able(service: Service, able: Callable[[], bool]) -> NoReturn:
+    told = True
+    while True:
+        await asyncio.sleep(ABLE_INTERVAL_S)
+        if able() != told and not service.drain.started.is_set():
+            told = not told
+            await service.set_health(told)
 
 
 async def _watch_loop_lag() -> NoReturn:

@@ -387,6 +387,14 @@ class Engine(Protocol):
         """Of the tensors that `update` takes, by Hugging Face name. Known once the engine has started."""
         ...
 
+    @property
+    def silent_s(self) -> float:
+        """0 while the engine moves; else for how long it has not, once that is longer than its `silence_s`.
+
+        Then its streams have ended with `RequestAborted`. It moves again by itself, if ever.
+        """
+        ...
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None:

@@ -33,6 +33,12 @@ log = structlog.get_logger()
 
 _LEASE_TTL_MS = 60_000
 _MAX_BACKOFF_S = 10.0
+_CANNOT_BE_UPDATED = (worker_pb2.WORKER_STATE_DRAINING, worker_pb2.WORKER_STATE_SILENT)
+_STATE_NAMES = {
+    worker_pb2.WORKER_STATE_SERVING: "serving",
+    worker_pb2.WORKER_STATE_STALE: "stale",
+    worker_pb2.WORKER_STATE_SILENT: "silent",
+}
 
 
 @dataclass(slots=True)
@@ -154,7 +160,7 @@ class VersionKeeper:
         if group is not None and (group.rank != 0 or len(ranks) != group.size):
             return False  # ranks that were never seen
         can = ranks[0].retry_at <= self.clock() and all(
-            self._reachable(rank) and rank.state != worker_pb2.WORKER_STATE_DRAINING for rank in ranks
+            self._reachable(rank) and rank.state not in _CANNOT_BE_UPDATED for rank in ranks
         )
         return can and any(
             rank.version < self.published or (rank.state == worker_pb2.WORKER_STATE_STALE and bool(self.published))
@@ -355,9 +361,7 @@ class VersionKeeper:
             return "away"
         if worker.updating:
             return "updating"
-        if worker.state == worker_pb2.WORKER_STATE_SERVING:
-            return "serving"
-        return "stale" if worker.state == worker_pb2.WORKER_STATE_STALE else "away"
+        return _STATE_NAMES.get(worker.state, "away")
 
 
 def open_workers(configs: Sequence[WorkerConfig], open_channel: Callable[[str], grpc.aio.Channel]) -> list[Worker]:

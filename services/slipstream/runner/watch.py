@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.common.errors import Unreachable
 
@@ -35,7 +36,7 @@ class WorkerWatch:
         self._router = router
         self._calls: set[_Call] = set()
         self._lost: set[str] = set()
-        """Replicas that the router hears nothing of, and that have another of their pool beside them."""
+        """Replicas that the router hears nothing of, or whose engine stands still, with another of their pool left."""
 
     async def follow(self) -> None:
         """Follow the list for good."""
@@ -52,7 +53,8 @@ class WorkerWatch:
         """Take in a list, and look at the calls under way."""
         workers = list(workers)
         able = {worker.role for worker in workers if worker.routable}
-        self._lost = {w.ref.replica for w in workers if w.report_age_ms < 0 and w.role in able}
+        still = [w for w in workers if w.report_age_ms < 0 or w.state == worker_pb2.WORKER_STATE_SILENT]
+        self._lost = {w.ref.replica for w in still if w.role in able}
         for call in self._calls:
             self._look_at(call)
 
@@ -72,7 +74,7 @@ class WorkerWatch:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Unreachable(f"the router hears nothing of {worker.replica}") from None
+            raise Unreachable(f"the router hears nothing of {worker.replica}, or it of its engine") from None
 
     def _look_at(self, call: _Call) -> None:
         if call.limit.expired():

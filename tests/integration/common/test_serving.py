@@ -30,7 +30,7 @@ from slipstream.common.frames import (
     read_all,
     read_header,
 )
-from slipstream.common.runtime import Service, build_server, ends_on_drain
+from slipstream.common.runtime import Service, build_server, ends_on_drain, serve
 
 ROUTER = "slipstream.api.routing.v1.RouterService"
 BROADCAST = "slipstream.api.broadcast.v1.BroadcastService"
@@ -334,3 +334,32 @@ async def test_calls_are_counted_by_method_and_by_the_code_they_ended_with(make_
     latency = REGISTRY.get_sample_value("slipstream_rpc_latency_seconds_count", {"method": f"/{ROUTER}/Place"})
     assert latency is not None
     assert latency >= 3
+
+
+async def test_health_follows_what_the_service_says_of_itself(make_config):
+    able = True
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def bound(number: int) -> None:
+        port.set_result(number)
+
+    add = routing_pb2_grpc.add_RouterServiceServicer_to_server
+    serving = serve(make_config(), [(add, Router(), ROUTER)], on_start=bound, able=lambda: able)
+    service = asyncio.create_task(serving)
+    try:
+        async with open_channel(f"127.0.0.1:{await port}", Access()) as channel, asyncio.timeout(10):
+            health: Any = health_pb2_grpc.HealthStub(as_any(channel))
+
+            async def says(status: int) -> None:
+                question = health_pb2.HealthCheckRequest(service=ROUTER)
+                while (await health.Check(question)).status != status:  # noqa: ASYNC110 observed from outside
+                    await asyncio.sleep(0.05)
+
+            await says(health_pb2.HealthCheckResponse.SERVING)
+            able = False
+            await says(health_pb2.HealthCheckResponse.NOT_SERVING)
+            able = True
+            await says(health_pb2.HealthCheckResponse.SERVING)
+    finally:
+        service.cancel()
+        await asyncio.wait([service])

@@ -1,14 +1,16 @@
-"""A prefill worker that stands still, as under a debugger: its turns go to another as soon as the router knows."""
+"""Workers that stand still, as under a debugger, and those whose engine alone does: their turns go to others."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 
+from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.router.config import WorkerEndpoint
@@ -59,3 +61,46 @@ async def test_turns_of_a_prefill_worker_that_stands_still_end_within_the_bound_
         await turns.nothing_left()
     finally:
         await stopped.stop()
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_a_worker_whose_engine_alone_stands_still_is_turned_away_within_a_bound_and_taken_back(
+    cluster, start_turns, refusal, pool
+):
+    prompts = np.random.default_rng(9).integers(0, 23, (2 * GROUPS, 100)).tolist()
+    engine = EmbeddedConfig(block_size_tokens=4, block_count=1024, silence_s=SILENCE_S)
+    stopped = await cluster.add_worker(pool, f"{pool}-2", engine=engine)
+    await stopped.serving(V1)
+    turns = await start_turns()
+
+    async def ask(first: int) -> None:
+        numbers = range(first, first + GROUPS)
+        asked = [turns.ask(prompts[number], f"g{number}", samples=1, deadline_s=30.0) for number in numbers]
+        for number, answer in zip(numbers, await asyncio.gather(*asked), strict=True):
+            assert tokens(answer) == [cluster.greedy(V1, prompts[number], 8)]
+
+    async def until(state: int, routable: bool) -> None:
+        async with asyncio.timeout(SILENCE_S + SLACK_S + 1):
+            while True:
+                worker = (await turns.workers())[f"{pool}-2"]
+                if (worker.state, worker.routable) == (state, routable):
+                    return
+                await asyncio.sleep(0.05)
+
+    go_on = threading.Event()
+    stopped.worker.engine._post(lambda: go_on.wait(60))
+    started_s = time.monotonic()
+    await ask(0)
+    assert time.monotonic() - started_s < SILENCE_S + 1 + SLACK_S
+    await until(worker_pb2.WORKER_STATE_SILENT, routable=False)
+    assert "not moved" in (await stopped.describe()).stale_reason
+    request = (
+        stopped.prefill.Prefill(cluster.prefill_request(stopped))
+        if pool == "prefill"
+        else stopped.decode.Decode(cluster.decode_request(stopped, None))
+    )
+    assert await refusal(request) == "WORKER_STALE"
+    await ask(0 + GROUPS)
+    go_on.set()
+    await until(worker_pb2.WORKER_STATE_SERVING, routable=True)
+    await turns.nothing_left()

@@ -40,6 +40,9 @@ class EmbeddedConfig(BaseConfig):
     transfer_ttl_s: float = Field(default=60.0, gt=0)
     """KV of a prefill that nobody released is freed after this long."""
 
+    silence_s: float = Field(default=10.0, gt=0)
+    """Longest time without a sign of life between two steps; then the worker takes no requests, until one comes."""
+
     @model_validator(mode="before")
     @classmethod
     def _offloads_nothing(cls, value: Any) -> Any:

@@ -46,6 +46,7 @@ from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
+from slipstream.engine.pulse import Pulse
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.tensors import check_tensors
 from slipstream.models.base import Sizes
@@ -73,6 +74,10 @@ class EmbeddedEngine:
         """Running and held ones."""
         self._transfers: dict[str, tuple[Transfer, asyncio.TimerHandle]] = {}
         self._streams: dict[str, asyncio.Queue[Chunks]] = {}
+        self._updating = 0
+        self._pulse = Pulse(
+            lambda: self._call(lambda: None), config.silence_s, lambda: self._updating > 0, self._silent
+        )
         self.limits = EngineLimits(
             block_size_tokens=config.block_size_tokens,
             block_count=config.block_count,
@@ -101,8 +106,14 @@ class EmbeddedEngine:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread.start()
+        self._feeling = asyncio.create_task(self._pulse.run())
+
+    @property
+    def silent_s(self) -> float:
+        return self._pulse.silent_s
 
     async def stop(self) -> None:
+        self._feeling.cancel()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
         for _, timer in self._transfers.values():
@@ -178,6 +189,11 @@ class EmbeddedEngine:
                 future.set_result(result)
             else:
                 future.set_exception(failure)
+
+    def _silent(self) -> None:
+        """The thread does not move: nobody waits for it."""
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(Chunks(request_id, [], ended=False))
 
     def _finish(self, error: BaseException | None) -> None:
         if error is None:
@@ -269,6 +285,9 @@ class EmbeddedEngine:
                     chunks, ended = chunks + news.chunks, news.ended
                 if self._ended.done():
                     raise RequestAborted("the engine has ended")
+                if self.silent_s:
+                    ended = False  # it is to free what it holds when it goes on
+                    raise RequestAborted(f"the engine has not moved for {self._config.silence_s:g} s")
                 yield chunks
         finally:
             del self._streams[request.request_id]
@@ -311,7 +330,11 @@ class EmbeddedEngine:
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
         checked = await asyncio.to_thread(check_tensors, tensors, self.shapes)
-        return await self._call(lambda: self._core.update(version, checked, verify))
+        self._updating += 1
+        try:
+            return await self._call(lambda: self._core.update(version, checked, verify))
+        finally:
+            self._updating -= 1
 
     async def checksums(self, reduce: Callable[[str, np.ndarray], int]) -> dict[str, int]:
         arrays = self._core.parameters

@@ -93,6 +93,9 @@ class VllmConfig(BaseConfig):
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for each part of a weight update: the swap, the read back, the probe."""
 
+    silence_s: float = Field(default=10.0, gt=0)
+    """Longest time without a sign of life between two steps; then the worker takes no requests, until one comes."""
+
     offload: NativeOffloadConfig | None = None
     """`[engine.offload]`: KV that the pool evicts is kept in host memory and on disk. Unset: it is not."""
 

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | one for each sample | takes its tokens out of vLLM | vLLM's output | its last token, or an abort |
 | watch | ends the worker when vLLM's process is gone | its clock, 5 times a second | `stop` |
+| pulse | asks vLLM's workers for a sign of life | their answer, which may never come | `stop` |
 """
 
 # vLLM is not installed where the checks run.
@@ -52,6 +53,7 @@ from slipstream.engine.base import (
     each_chunk,
 )
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector, no_frames
+from slipstream.engine.pulse import Pulse
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector, load_params
@@ -102,6 +104,7 @@ class VllmEngine:
             config, self._connector, self._salts, self._offload, self._count_prompt, self._keep_prompt_routes
         )
         self._swapping = asyncio.Lock()
+        self._pulse = Pulse(self._sign, config.silence_s, self._swapping.locked, self._silent)
         self._version: PolicyVersion | None = None
         self._update_task: asyncio.Task[UpdateReport] | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -157,9 +160,10 @@ class VllmEngine:
         self._prefills.start(self._llm)
         await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
         self._watching = asyncio.create_task(self._watch())
+        self._feeling = asyncio.create_task(self._pulse.run())
 
     async def stop(self) -> None:
-        for task in (self._watching, *self._forgetting):
+        for task in (self._watching, self._feeling, *self._forgetting):
             task.cancel()
         if self._update_task is not None:
             await asyncio.wait((self._update_task,))
@@ -186,6 +190,20 @@ class VllmEngine:
         while not self._llm.errored:  # noqa: ASYNC110 vLLM tells by no event
             await asyncio.sleep(WATCH_INTERVAL_S)
         self._end(RuntimeError("vLLM's process has ended"))
+
+    @property
+    def silent_s(self) -> float:
+        return self._pulse.silent_s
+
+    async def _sign(self) -> None:
+        """Through vLLM's loop to all of its workers, and back."""
+        await self._llm.collective_rpc("slipstream_alive")
+
+    def _silent(self) -> None:
+        """Nobody waits for what stands still; it hears of the aborts when it goes on."""
+        for open_request in self._open.values():
+            open_request.error = RequestAborted(f"vLLM has not moved for {self._config.silence_s:g} s")
+            open_request.wake(flush=False)
 
     def _end(self, error: Exception) -> None:
         """Nothing can run any more: tell `wait` and every caller."""
@@ -368,7 +386,8 @@ class VllmEngine:
         await self._llm.abort([sample.vllm_id for sample in samples if sample.vllm_id], internal=True)
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await asyncio.wait(tasks)  # vLLM answers with what there is
-        await self._settle()
+        if not self.silent_s:
+            await self._settle()
         return sum(sample.finish_reason == "aborted" for sample in samples)
 
     @property

@@ -53,6 +53,9 @@ class WorkerExtension:
         if hasattr(self.model_runner, "input_batch"):
             seed_draws_by_position(self.model_runner)  # the newer runner draws so by itself
 
+    def slipstream_alive(self) -> None:
+        """A sign of life: this worker is between two steps."""
+
     def slipstream_release_kv(self, request_ids: list[str]) -> list[str]:
         """Nobody will read what is held of these prefills. Returns those to ask for again."""
         return release_held(request_ids)

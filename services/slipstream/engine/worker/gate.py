@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from slipstream.api.types.v1 import types_pb2
@@ -21,8 +21,11 @@ class WorkerGate:
     weights and holds none of the KV it was chosen for.
     """
 
-    def __init__(self, identity: WorkerIdentity, updates: WorkerUpdates, salts: Salts) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, updates: WorkerUpdates, salts: Salts, silent_s: Callable[[], float]
+    ) -> None:
         self._identity = identity
+        self._silent_s = silent_s
         self._updates = updates
         self.salts = salts
         self._idle = asyncio.Event()
@@ -64,5 +67,7 @@ class WorkerGate:
         updates = self._updates
         if updates.state is not WorkerState.SERVING:
             raise WorkerStale(updates.stale_reason or "no weights yet", state=updates.state.value)
+        if silent_s := self._silent_s():
+            raise WorkerStale(f"its engine has not moved for {silent_s:.0f} s", state="silent")
         if updates.version < min_version:
             raise WorkerStale(f"{updates.version} is served, {min_version} is asked", version=updates.version)

@@ -60,6 +60,7 @@ async def run_worker(
             {**worker.loops(), **pool.loops},
             on_drain=worker.gate.drain,
             on_start=worker.bound,
+            able=lambda: not engine.silent_s,
         )
     finally:
         if pool.close is not None:

@@ -81,7 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             limits=self._limits,
             capabilities=self._capabilities,
             load=self._load(),
-            stale_reason=self._updates.stale_reason,
+            stale_reason=self._updates.stale_reason or self._silence(),
             group=self._group(),
         )
 
@@ -167,7 +167,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(remaining_request_count=self._gate.active)
 
     def _state(self) -> worker_pb2.WorkerState:
-        return worker_pb2.WORKER_STATE_DRAINING if self._gate.draining else _STATES[self._updates.state]
+        if self._gate.draining:
+            return worker_pb2.WORKER_STATE_DRAINING
+        if self._updates.state is WorkerState.SERVING and self._engine.silent_s:
+            return worker_pb2.WORKER_STATE_SILENT
+        return _STATES[self._updates.state]
+
+    def _silence(self) -> str:
+        silent_s = self._engine.silent_s
+        return f"its engine has not moved for {silent_s:.0f} s" if silent_s else ""
 
     def _group(self) -> worker_pb2.RankGroup | None:
         group = self._identity.group

@@ -47,6 +47,9 @@ offload_lost_blocks = Reading(
     ["reason"],
 )
 policy_step = Reading("gauge", "slipstream_worker_policy_step", "Step of the weights in use; -1 before the first.")
+engine_silent = Reading(
+    "gauge", "slipstream_worker_engine_silent_seconds", "Since the engine's last sign of life, above its bound; else 0."
+)
 stale = Reading("gauge", "slipstream_worker_stale", "1 while the weights failed their check and nothing is taken.")
 
 logprobs_unknown = Counter(
@@ -84,6 +87,7 @@ def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Call
         _observe_offload(lambda: engine.load().offload or OffloadLoad())
     policy_step.read_from(lambda: version().step if version() else -1)
     stale.read_from(is_stale)
+    engine_silent.read_from(lambda: engine.silent_s)
 
 
 def _observe_offload(load: Callable[[], OffloadLoad]) -> None:

@@ -89,7 +89,7 @@ class Worker:
                 config.group.vote_timeout_s,
             )
         self.updates.on_applied = self._record_update
-        self.gate = WorkerGate(self.identity, self.updates, Salts(engine))
+        self.gate = WorkerGate(self.identity, self.updates, Salts(engine), lambda: engine.silent_s)
         self.routes = RowsHolder(engine, self.identity)
         self.kv_events = KvEventLog()
         timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"

@@ -1,0 +1,65 @@
+"""An engine that stands still: its streams end within a bound, it says so, and it is as before when it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from slipstream.common.errors import RequestAborted
+from slipstream.common.version import PolicyVersion
+from slipstream.engine.pulse import ASK_INTERVAL_S
+from tests.engine.bench import Bench, prompt_of, until
+from tests.engine.engines import SILENCE_S, sharp
+from tests.engine.oracle import tensors
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SLACK_S = 2.0
+"""Of a busy machine."""
+
+
+async def test_what_an_engine_that_stands_still_runs_ends_within_the_bound_and_is_freed_when_it_goes_on(
+    bench: Bench,
+):
+    engine, prompt = bench.engine, prompt_of(11)
+    expected = await bench.greedy(prompt)
+    running = [asyncio.create_task(bench.ask(prompt_of(9, seed=n), 2, max_new_tokens=190)) for n in range(2)]
+    await until(lambda: engine.load().running_samples == 4, "four running samples")
+    assert engine.silent_s == 0
+    with bench.kind.standing_still(engine):
+        started_s = time.monotonic()
+        done, _ = await asyncio.wait(running, timeout=30)
+        took_s = time.monotonic() - started_s
+        assert len(done) == 2
+        assert all(isinstance(task.exception(), RequestAborted) for task in running)
+        assert SILENCE_S / 2 < took_s < SILENCE_S + ASK_INTERVAL_S + SLACK_S
+        assert engine.silent_s > SILENCE_S
+        await asyncio.sleep(0.3)
+        assert engine.silent_s > SILENCE_S + 0.2  # it counts on
+    await until(lambda: engine.silent_s == 0, "a sign of life")
+    await bench.idle()  # what it held for them is free
+    assert await bench.greedy(prompt) == expected
+
+
+async def test_an_engine_held_in_an_update_is_not_taken_for_one_that_stands_still(bench: Bench):
+    engine, old = bench.engine, bench.version
+    version = PolicyVersion(old.incarnation, old.step + 1)
+    running = asyncio.create_task(bench.ask(prompt_of(9), max_new_tokens=150))
+    await until(lambda: engine.load().running_samples == 1, "a running sample")
+    silences: list[float] = []
+
+    def verify(paused: object) -> None:
+        deadline_s = time.monotonic() + SILENCE_S + 2 * ASK_INTERVAL_S
+        while time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            silences.append(engine.silent_s)
+
+    with sharp(engine):
+        await engine.update(version, tensors(2), verify)
+    bench.version, bench.seed = version, 2
+    (sample,) = await running
+    assert len(sample.token_ids) == 150
+    assert silences
+    assert not any(silences)
