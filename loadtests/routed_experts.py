@@ -42,6 +42,7 @@ from slipstream.common.frames import FRAME_BYTES
 from slipstream.common.rows import answer_rows
 from slipstream.common.runtime import build_server, keep_freed_memory
 from slipstream.common.tls import TlsMaterial
+from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import Engine
 from slipstream.engine.routes import RouteRows, RouteStore, route_dtype
 from slipstream.engine.worker.identity import WorkerIdentity
@@ -51,7 +52,7 @@ from slipstream.runner.servicer import RowsServicer as RunnerRowsServicer
 from slipstream.runner.spool import Rows, Spool
 from slipstream.trainer.fetch import Download, RowsClient
 from slipstream.trainer.portions import PlanReader
-from slipstream.trainer.rows import RouteForm
+from slipstream.trainer.rows import RowForm
 from slipstream.trainer.torch_thread import TorchThread
 
 SERVICE = "slipstream.api.rollout.v1.RowsService"
@@ -70,7 +71,8 @@ TIMEOUT_S = 300.0
 
 def recorded(number: int) -> np.ndarray:
     """The rows of a rollout."""
-    return np.random.default_rng(number % DISTINCT).integers(0, EXPERTS, (TOKENS - 1, *SHAPE), np.uint8)
+    first = np.random.default_rng(number % DISTINCT).integers(0, EXPERTS, (TOKENS - 1, LAYERS, 1), np.uint8)
+    return (first + 5 * np.arange(TOP_K, dtype=np.uint8)) % EXPERTS  # different ones for each token
 
 
 class Recorder:
@@ -220,7 +222,7 @@ class Consumer:
         client = client_class(self._channel_opener(port), TIMEOUT_S)
         reader = PlanReader(client, self._torch, window_bytes)
         wanted = plan(numbers, f"127.0.0.1:{self._ports[port]}", f"127.0.0.1:{self._ports['runner']}")
-        form = RouteForm(SHAPE, route_dtype(EXPERTS))
+        form = RowForm(SHAPE, route_dtype(EXPERTS), EXPERTS, vocab_size=2, trained=PolicyVersion(1, 0))
         left = iter(numbers)
         async with asyncio.TaskGroup() as group:
             async for portion in reader.read(wanted, form, group):

@@ -155,6 +155,9 @@ class OrchestratorConfig(ServiceConfig):
     max_consecutive_failures: int = Field(default=32, ge=1)
     """Groups of one environment that fail in a row before the run ends."""
 
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """Steps in a row whose loss or gradient is not finite before the run ends."""
+
     failing_environment_timeout_s: float = Field(default=60.0, gt=0)
     """An environment that only fails for this long ends the run, however few its groups are."""
 

@@ -34,6 +34,7 @@ from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
 from slipstream.orchestrator.signals import Signal
+from slipstream.orchestrator.skipped import NOT_FINITE, SkippedSteps
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
 log = structlog.get_logger()
@@ -121,6 +122,7 @@ class Sequencer:
         self.incarnation = 1
         self.totals = Totals()
         self.failures = Failures(metrics, clock)
+        self.skipped = SkippedSteps(config.max_skipped_steps, config.run_dir / "skipped-rollouts.json")
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
         self._wanted_step = 0
@@ -456,23 +458,30 @@ class Sequencer:
         """Groups that are ready for the next step."""
         return self.machine.count(Phase.SCORED)
 
-    def trained(self, version: PolicyVersion, trainer_metrics: dict[str, float], step_s: float) -> list[Group]:
-        """Record that the trainer made `version`; a repeat has no further effect."""
+    def trained(
+        self, version: PolicyVersion, trainer_metrics: dict[str, float], step_s: float, *, skipped: bool = False
+    ) -> list[Group]:
+        """Record that the trainer made `version`; a repeat has no further effect.
+
+        `skipped`: with the weights of the version before, as its loss or gradient was not finite.
+        """
         if version.step == 0:
             self.state.progress(self.state.phase_fraction, **trainer_metrics)
             return []
-        groups = self.machine.trained(version.step)
+        groups = self.machine.trained(version.step, skipped=skipped)
         if not groups:
             return []
         self.progress_at = self._clock()
-        self._journal.append("trained", step=version.step)
-        telemetry.groups_ended.labels("trained", "").inc(len(groups))
+        outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
+        self._journal.append(outcome.value, step=version.step)
+        telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         plan = self.plans[version.step]
+        self.skipped.note(plan, skipped=skipped)
         self._release_rows(plan.rows)
         # A repeat of GetPlan for a trained step is possible only shortly after it.
         for step in [step for step in self.plans if step < version.step - 2]:
             del self.plans[step]
-        self._write_step(plan, trainer_metrics, step_s)
+        self._write_step(plan, trainer_metrics, step_s, skipped=skipped)
         self._seal_what_can_be()
         self.admission_changed.notify()
         return groups
@@ -482,11 +491,12 @@ class Sequencer:
         """Groups that were left out for want of variance since a step was trained."""
         return self._interval.groups_filtered
 
-    def _write_step(self, plan: SealedPlan, trainer_metrics: dict[str, float], step_s: float) -> None:
+    def _write_step(self, plan: SealedPlan, trainer_metrics: dict[str, float], step_s: float, *, skipped: bool) -> None:
         now = self._clock()
         figures: dict[str, object] = {
             **trainer_metrics,
             **plan.figures,
+            **({"groups_skipped": plan.figures["groups_trained"], "groups_trained": 0} if skipped else {}),
             **self._interval.fields(now),
             "step_s": trainer_metrics.get("step_s", step_s),
             "open_groups": self.machine.open_groups,

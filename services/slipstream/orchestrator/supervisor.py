@@ -82,6 +82,8 @@ class Supervisor:
             lasting = streak.count > 1 and now - streak.since > config.failing_environment_timeout_s
             if streak.count >= config.max_consecutive_failures or lasting:
                 return streak.sentence(name)
+        if self._sequencer.skipped.sentence:
+            return self._sequencer.skipped.sentence
         if not self._state.serving:
             if self._state.pauses:
                 self._started_at = now

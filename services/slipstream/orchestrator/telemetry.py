@@ -31,7 +31,7 @@ journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Bytes
 
 groups_ended = Counter(
     "slipstream_orchestrator_groups_ended",
-    "Groups of training that ended, by outcome (trained, filtered, failed, aged_out, dropped) and reason.",
+    "Groups of training that ended, by outcome (trained, skipped, filtered, failed, aged_out, dropped) and reason.",
     ["outcome", "reason"],
 )
 groups_regenerated = Counter("slipstream_orchestrator_groups_regenerated", "Groups started again as too old.")

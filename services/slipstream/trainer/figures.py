@@ -96,9 +96,9 @@ def _padding_fraction(lengths: Iterable[list[int]]) -> float:
 
 def _token_metrics(tokens: list[TokenFigures], trained: int) -> dict[str, float]:
     """Figures over all trained tokens of the step."""
-    if not tokens:
+    trainer_R = np.concatenate([np.zeros(0, np.float32), *(part.logp_R for part in tokens)])
+    if not trainer_R.size:
         return {"loss_tokens": 0.0}
-    trainer_R = np.concatenate([part.logp_R for part in tokens])
     engine_R = np.concatenate([part.engine_R for part in tokens])
     sampled_R = np.concatenate([part.sampled_R for part in tokens])
     oldest_R = np.concatenate([part.oldest_R for part in tokens])

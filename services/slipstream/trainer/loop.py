@@ -35,7 +35,7 @@ from slipstream.trainer.cost import peak_flops, speed
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.room import write_when_room
-from slipstream.trainer.rows import RouteForm
+from slipstream.trainer.rows import RowForm
 from slipstream.trainer.sequence import version_number
 from slipstream.trainer.status import Status, request_id
 from slipstream.trainer.timeline import Timeline
@@ -85,6 +85,11 @@ class _Step:
     metrics: dict[str, float]
     started_s: float
     finished_s: float
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the version has the weights of the one before."""
+        return bool(self.metrics.get("step_skipped"))
 
 
 class TrainingLoop:
@@ -189,6 +194,8 @@ class TrainingLoop:
         metrics |= speed(metrics.get("model_flops", 0.0), metrics["tokens"], step_s, peak)
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
+        if metrics["step_skipped"]:
+            log.error("step_skipped", step=version.step, detail="the loss or its gradient is not finite")
         exported_s = time.monotonic()
         snapshot = await self._snapshot(learner)
         metrics["export_s"] = time.monotonic() - exported_s
@@ -203,20 +210,21 @@ class TrainingLoop:
         interval, checked = self._config.replay_check_interval_steps, None
         if interval and (version.step - 1) % interval == 0 and plan.micro_batches:
             checked = version.step % len(plan.micro_batches)
-        trained = version_number(PolicyVersion(version.incarnation, version.step - 1))
+        trained = PolicyVersion(version.incarnation, version.step - 1)
         counts = plan.loss_token_count, plan.sequence_count, sum(lengths)
-        await self._torch.run(learner.begin, *counts, trained, checked)
-        sequences = lost = 0
+        await self._torch.run(learner.begin, *counts, version_number(trained), checked)
+        sequences = lost = refused = 0
         fetch_s = 0.0
         with ExitStack() as training:
             async with asyncio.TaskGroup() as group:
                 asked_s = self._fetching()
-                async for portion in self._rows.read(plan, RouteForm.of(learner.model.routes), group):
+                async for portion in self._rows.read(plan, RowForm.of(learner.model, trained), group):
                     fetch_s += time.monotonic() - asked_s
                     if not sequences + lost:
                         training.enter_context(self._timeline.interval("train_step", step=version.step))
                     sequences += sum(map(len, portion.micro_batches))
                     lost += portion.lost
+                    refused += portion.refused
                     self._status.enter("training")
                     await self._torch.run(learner.add, portion.micro_batches)
                     asked_s = self._fetching()
@@ -224,7 +232,8 @@ class TrainingLoop:
             metrics = await self._torch.run(learner.finish, version.step)
         if lost:
             log.warning("sequences_lost", count=lost, step=version.step)
-        return {**metrics, "sequences": float(sequences), "sequences_lost": float(lost)}, fetch_s
+        figures = {"sequences": sequences, "sequences_lost": lost, "sequences_refused": refused}
+        return {**metrics, **{name: float(count) for name, count in figures.items()}}, fetch_s
 
     def _fetching(self) -> float:
         self._status.enter("fetching")
@@ -251,6 +260,7 @@ class TrainingLoop:
             metrics={**step.metrics, "publish_s": time.monotonic() - started_s},
             started_unix_ms=int(step.started_s * 1000),
             finished_unix_ms=int(step.finished_s * 1000),
+            skipped=step.skipped,
         )
         await self._retry(lambda: self._batches.ReportStep(request, timeout=CALL_TIMEOUT_S))
         log.info("step_published", version=str(step.version), loss=step.metrics.get("loss"))

@@ -4,21 +4,30 @@
                     | stitch, train portion 1 | stitch, train portion 2 ... (torch thread)
 
 While one portion is trained the next one comes into the other half of the window. Rows that several portions share
-(a group's prompt) come once, with the first of them.
+(a group's prompt) come once, with the first of them. Rows that are refused are asked for once more.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+
+import structlog
 
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.trainer import telemetry
 from slipstream.trainer.fetch import Part, RefId, RowsClient, ref_id
-from slipstream.trainer.rows import RouteForm, references, stitch
+from slipstream.trainer.rows import RowForm, RowsRefused, references, stitch
 from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.torch_thread import TorchThread
+
+log = structlog.get_logger()
+
+
+Made = TrainSequence | RowsRefused | None
+"""Of a planned sequence: itself, what is wrong with it, or nothing as its rows are gone."""
 
 
 @dataclass
@@ -61,10 +70,12 @@ def cut(plan: batch_pb2.Plan, limit_bytes: int) -> list[Portion]:
 
 @dataclass(frozen=True)
 class Stitched:
-    """Micro-batches ready to train, and how many of their sequences had lost their rows."""
+    """Micro-batches ready to train, and how many of their sequences had lost their rows, or had wrong ones."""
 
     micro_batches: list[list[TrainSequence]]
     lost: int
+    refused: int
+    """Among those lost."""
 
 
 class PlanReader:
@@ -76,7 +87,7 @@ class PlanReader:
         self._half_bytes = window_bytes // 2
         self._halves = [bytearray(), bytearray()]
 
-    async def read(self, plan: batch_pb2.Plan, form: RouteForm, group: asyncio.TaskGroup) -> AsyncIterator[Stitched]:
+    async def read(self, plan: batch_pb2.Plan, form: RowForm, group: asyncio.TaskGroup) -> AsyncIterator[Stitched]:
         """The plan's micro-batches in order. What is fetched ahead runs in `group`."""
         shared: dict[RefId, Part] = {}
         portions = cut(plan, self._half_bytes)
@@ -87,8 +98,14 @@ class PlanReader:
             if number == 0:
                 continue
             portion, parts = portions[number - 1], await fetching.pop(0)
-            stitched, shared = await self._torch.run(_stitch, portion, parts, shared, form)
-            yield stitched
+            parts |= shared
+            batches = await self._torch.run(_stitch, portion, parts, form)
+            refused = [planned for planned, made in _pairs(portion, batches) if isinstance(made, RowsRefused)]
+            if refused:
+                parts |= await self._fetch_again(refused)
+                batches = await self._torch.run(_stitch, portion, parts, form)
+            shared = await self._torch.run(_kept_parts, portion, parts, shared)
+            yield _kept(portion, batches)
 
     async def _fetch(self, portion: Portion, half: int) -> dict[RefId, Part]:
         size_bytes = portion.size_bytes
@@ -97,16 +114,44 @@ class PlanReader:
             self._halves[half] = bytearray(size_bytes)
         return await self._client.fetch(portion.fetched.values(), memoryview(self._halves[half])[:size_bytes])
 
+    async def _fetch_again(self, refused: Iterable[batch_pb2.PlannedSequence]) -> dict[RefId, Part]:
+        """The rows of these sequences, once more, into memory of their own."""
+        refs = {ref_id(ref): ref for planned in refused for ref in references(planned)}
+        return await self._client.fetch(refs.values(), memoryview(bytearray(sum(r.size_bytes for r in refs.values()))))
 
-def _stitch(
-    portion: Portion, fetched: dict[RefId, Part], shared: dict[RefId, Part], form: RouteForm
-) -> tuple[Stitched, dict[RefId, Part]]:
-    """The sequences of a portion, and copies of what later ones need again: its half will be written over."""
-    parts = fetched | shared
-    batches = [[stitch(planned, parts, form) for planned in batch.sequences] for batch in portion.micro_batches]
-    kept = [[sequence for sequence in batch if sequence is not None] for batch in batches]
-    again = {key: shared.get(key) or _copied(fetched[key]) for key in portion.kept if key in parts}
-    return Stitched(kept, sum(map(len, batches)) - sum(map(len, kept))), again
+
+def _stitch(portion: Portion, parts: Mapping[RefId, Part], form: RowForm) -> list[list[Made]]:
+    """What each planned sequence of a portion becomes."""
+    return [[_made(planned, parts, form) for planned in batch.sequences] for batch in portion.micro_batches]
+
+
+def _made(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form: RowForm) -> Made:
+    try:
+        return stitch(planned, parts, form)
+    except RowsRefused as error:
+        log.warning("rows_refused", rollout_id=planned.rollout_id, field=error.field, detail=str(error))
+        return error
+
+
+def _pairs(portion: Portion, batches: list[list[Made]]) -> Iterator[tuple[batch_pb2.PlannedSequence, Made]]:
+    for batch, made in zip(portion.micro_batches, batches, strict=True):
+        yield from zip(batch.sequences, made, strict=True)
+
+
+def _kept(portion: Portion, batches: list[list[Made]]) -> Stitched:
+    """What can be trained; what was refused again is lost."""
+    kept = [[made for made in batch if isinstance(made, TrainSequence)] for batch in batches]
+    refused = [(planned, made) for planned, made in _pairs(portion, batches) if isinstance(made, RowsRefused)]
+    for planned, error in refused:
+        log.error("rollout_lost", rollout_id=planned.rollout_id, field=error.field, detail=str(error))
+        telemetry.rollouts_refused.labels(error.field).inc()
+    return Stitched(kept, sum(map(len, batches)) - sum(map(len, kept)), len(refused))
+
+
+def _kept_parts(portion: Portion, parts: Mapping[RefId, Part], shared: Mapping[RefId, Part]) -> dict[RefId, Part]:
+    """What later portions need again, copied once: its half will be written over."""
+    kept = {key: parts[key] for key in portion.kept if key in parts}
+    return {key: part if part is shared.get(key) else _copied(part) for key, part in kept.items()}
 
 
 def _copied(part: Part) -> Part:

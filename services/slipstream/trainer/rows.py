@@ -1,12 +1,15 @@
 """Rows of a plan, stitched into sequences by token position. What of them is copied is copied here, once.
 
-A sequence without its tokens is lost; a position without a route is routed live.
+A sequence without its tokens is lost; a position without a route is routed live; rows that cannot be what the plan or
+the model says are refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,24 +23,38 @@ from slipstream.trainer.fetch import Part, RefId, ref_id
 from slipstream.trainer.sequence import TrainSequence, version_number
 
 if TYPE_CHECKING:
-    from slipstream.models.routing import Routes
+    from slipstream.models.base import Model
+
+
+class RowsRefused(Exception):
+    """A field of a planned sequence, or the rows it refers to, cannot be right. Names the field."""
+
+    def __init__(self, field: str, detail: str) -> None:
+        super().__init__(f"{field}: {detail}")
+        self.field = field
 
 
 @dataclass(frozen=True)
-class RouteForm:
-    """What a row of expert routes is for one model."""
+class RowForm:
+    """What rows are for one model, at one version of its weights."""
 
     row_shape: tuple[int, int]
-    """MoE layers, top k."""
+    """Of expert routes: MoE layers, top k."""
 
     dtype: np.dtype[np.unsignedinteger]
+    """Of expert routes."""
+
+    expert_count: int
+    vocab_size: int
+
+    trained: PolicyVersion
+    """The weights that are trained: no token was sampled by later ones."""
 
     @classmethod
-    def of(cls, routes: Routes) -> RouteForm:
-        return cls((routes.moe_layers, routes.top_k), route_dtype(routes.expert_count))
-
-    def __str__(self) -> str:
-        return f"{self.dtype.name} {self.row_shape}"
+    def of(cls, model: Model, trained: PolicyVersion) -> RowForm:
+        routes = model.routes
+        shape = (routes.moe_layers, routes.top_k)
+        return cls(shape, route_dtype(routes.expert_count), routes.expert_count, model.sizes.vocab_size, trained)
 
 
 def references(planned: batch_pb2.PlannedSequence) -> list[types_pb2.RowsRef]:
@@ -45,22 +62,31 @@ def references(planned: batch_pb2.PlannedSequence) -> list[types_pb2.RowsRef]:
     return [planned.token_ids, planned.logprobs, *planned.routes]
 
 
-def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form: RouteForm) -> TrainSequence | None:
-    """The sequence, or None when its tokens or log-probabilities are gone."""
+def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form: RowForm) -> TrainSequence | None:
+    """The sequence, or None when its tokens or log-probabilities are gone. Raises `RowsRefused`."""
     count = planned.token_count
-    token_ids = _whole(planned.token_ids, parts, count, "<i4")
-    logps = _whole(planned.logprobs, parts, count, "<f4")
+    token_ids = _whole("token_ids", planned.token_ids, parts, count, np.dtype("<i4"))
+    logps = _whole("logprobs", planned.logprobs, parts, count, np.dtype("<f4"))
     if token_ids is None or logps is None:
         return None
+    if count < 2:
+        raise RowsRefused("token_count", f"{count} tokens predict nothing")
+    if token_ids.min() < 0 or token_ids.max() >= form.vocab_size:
+        raise RowsRefused(
+            "token_ids", f"from {token_ids.min()} to {token_ids.max()}, the vocabulary has {form.vocab_size}"
+        )
+    for name, value in (("advantage", planned.advantage), ("temperature", planned.temperature)):
+        if not np.isfinite(value):
+            raise RowsRefused(name, f"{value} is not finite")
     covered = np.zeros(count, dtype=bool)
     for span in planned.loss_ranges:
+        if not 0 <= span.start < span.end <= count:
+            raise RowsRefused("loss_ranges", f"[{span.start}, {span.end}) of {count} tokens")
         covered[max(1, span.start) : span.end] = True  # nothing predicts the first token
     targets = np.flatnonzero(covered)
-    sampled_at, kv_oldest = _versions(planned.spans, len(targets))
+    sampled_at, kv_oldest = _versions(planned.spans, len(targets), form.trained)
     # Above 0, infinite, or no number: unknown, so there is nothing to divide by.
     known = (logps[targets] <= 0) & np.isfinite(logps[targets])
-    if len(targets) and not known.any():
-        return None
     return TrainSequence(
         token_ids=token_ids,
         target_positions=targets[known],
@@ -74,37 +100,71 @@ def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form
     )
 
 
-def _whole(ref: types_pb2.RowsRef, parts: Mapping[RefId, Part], count: int, dtype: str) -> NDArray[Any] | None:
+def _whole(
+    field: str, ref: types_pb2.RowsRef, parts: Mapping[RefId, Part], count: int, dtype: np.dtype[Any]
+) -> NDArray[Any] | None:
     """A copy of the scalars of positions [0, count), or None if the holder lacks some."""
     part = parts.get(ref_id(ref))
     if part is None or part.first_position != 0:
         return None
-    values = np.frombuffer(part.data, dtype=dtype)
+    values = _rows(field, ref, part, dtype, ())
     return values[:count].copy() if len(values) >= count else None
 
 
-def _versions(spans: Iterable[types_pb2.VersionSpan], target_count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _rows(
+    field: str, ref: types_pb2.RowsRef, part: Part, dtype: np.dtype[Any], row_shape: tuple[int, ...]
+) -> NDArray[Any]:
+    """The rows of a part, not copied."""
+    if ref.dtype != dtype.name:
+        raise RowsRefused(f"{field}.dtype", f"{ref.key!r} is {ref.dtype}, {dtype.name} is needed")
+    if tuple(ref.row_shape) != row_shape:
+        raise RowsRefused(f"{field}.row_shape", f"{ref.key!r} has {tuple(ref.row_shape)}, {row_shape} is needed")
+    row_bytes = dtype.itemsize * math.prod(row_shape)
+    if part.data.nbytes % row_bytes:
+        raise RowsRefused(f"{field}.size_bytes", f"{ref.key!r} has {part.data.nbytes} bytes, a row {row_bytes}")
+    return np.frombuffer(part.data, dtype=dtype).reshape(-1, *row_shape)
+
+
+def _versions(
+    spans: Iterable[types_pb2.VersionSpan], target_count: int, trained: PolicyVersion
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Version numbers of the targets. Spans cover all sampled tokens; a loss that covers fewer covers the last ones."""
     sampled: list[int] = []
     oldest: list[int] = []
     for span in spans:
-        sampled += [version_number(PolicyVersion.from_proto(span.version))] * span.token_count
-        oldest += [version_number(PolicyVersion.from_proto(span.kv_oldest_version))] * span.token_count
+        version, kv_oldest = PolicyVersion.from_proto(span.version), PolicyVersion.from_proto(span.kv_oldest_version)
+        if max(version, kv_oldest) > trained:
+            raise RowsRefused("spans.version", f"{max(version, kv_oldest)} is later than {trained}, which is trained")
+        sampled += [version_number(version)] * span.token_count
+        oldest += [version_number(kv_oldest)] * span.token_count
     if len(sampled) < target_count:
-        raise ValueError(f"versions of {len(sampled)} tokens for {target_count} targets")
+        raise RowsRefused("spans", f"versions of {len(sampled)} tokens for {target_count} targets")
     start = len(sampled) - target_count
     return np.array(sampled[start:], dtype=np.int64), np.array(oldest[start:], dtype=np.int64)
 
 
-def _routes(refs: Iterable[types_pb2.RowsRef], parts: Mapping[RefId, Part], count: int, form: RouteForm) -> RouteRows:
+def _routes(refs: Iterable[types_pb2.RowsRef], parts: Mapping[RefId, Part], count: int, form: RowForm) -> RouteRows:
     """Rows of positions [0, count); the first reference that knows a position wins, the rest stay unknown."""
     segments: list[RouteRows] = []
     for ref in refs:
         part = parts.get(ref_id(ref))
         if part is None:
             continue
-        if (ref.dtype, tuple(ref.row_shape)) != (form.dtype.name, form.row_shape):
-            raise ValueError(f"routes of {ref.key!r} are {ref.dtype} {tuple(ref.row_shape)}, the model's {form}")
-        rows = np.frombuffer(part.data, dtype=form.dtype).reshape(-1, *form.row_shape)
+        rows = _rows("routes", ref, part, form.dtype, form.row_shape)
         segments.append(RouteRows(rows, part.first_position, part.unknown_ranges, part.recomputed_from))
-    return stitch_routes(segments, 0, count, form.row_shape, form.dtype)
+    stitched = stitch_routes(segments, 0, count, form.row_shape, form.dtype)
+    _check_experts(stitched.rows[stitched.known()] if stitched.unknown_ranges else stitched.rows, form)
+    return stitched
+
+
+def _check_experts(rows_NLK: NDArray[np.unsignedinteger], form: RowForm) -> None:
+    """Every token takes K different experts that exist."""
+    if not rows_NLK.size:
+        return
+    largest = int(rows_NLK.max())
+    if largest >= form.expert_count:
+        raise RowsRefused("routes", f"they name expert {largest} of {form.expert_count}")
+    # Comparing columns is many times faster than sorting rows.
+    columns_KR = np.ascontiguousarray(rows_NLK.reshape(-1, form.row_shape[1]).T)
+    if any((one == other).any() for one, other in combinations(columns_KR, 2)):
+        raise RowsRefused("routes", "they name an expert twice for one token")

@@ -7,6 +7,7 @@ those of the engine, up to rounding, wherever the engine's whole context was com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,22 +94,31 @@ class Learner:
             self._added += 1
 
     def finish(self, step: int) -> dict[str, float]:
-        """Take optimizer step `step` (from 1); returns its figures."""
+        """Take optimizer step `step` (from 1); returns its figures.
+
+        Where loss or gradient is not finite, weights and optimizer stay as they are, and `step_skipped` is 1.
+        """
         figures, self._figures = self._figures, StepFigures()
         with self._clock.phase("optimizer"):
             parameters = [p for p in self.model.parameters() if p.grad is not None]
             norm = torch.zeros(())
             if figures.tokens:
                 norm = torch.nn.utils.clip_grad_norm_(parameters, self._optim.max_grad_norm)
-            if not torch.isfinite(norm):
-                raise FloatingPointError(f"the gradient of step {step} is not finite")
+            skipped = not (math.isfinite(figures.sums.get("loss", 0.0)) and bool(torch.isfinite(norm)))
             lr = self.learning_rate(step)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
+            if skipped:
+                self._adamw.zero_grad(set_to_none=True)
+            else:
+                for group in self._adamw.param_groups:
+                    group["lr"] = lr
+                self._adamw.step()
+        if skipped:  # its figures say nothing of the model
+            sums = {name: value for name, value in figures.sums.items() if math.isfinite(value)}
+            return {**sums, "step_skipped": 1.0, **self._clock.read(), **memory(self.device)}
         return {
             "loss": 0.0,
             "balance_loss": 0.0,
+            "step_skipped": 0.0,
             "grad_norm": float(norm),
             "learning_rate": lr,
             **figures.report(self._trained),

@@ -22,6 +22,10 @@ part_seconds = Histogram(
 )
 tokens = Counter("slipstream_trainer_tokens", "Tokens trained on, prompts included.")
 sequences_lost = Counter("slipstream_trainer_sequences_lost", "Sequences whose rows were gone: they trained nothing.")
+rollouts_refused = Counter(
+    "slipstream_trainer_rollouts_refused", "Rollouts lost as a field or its rows were wrong, twice.", ["field"]
+)
+steps_skipped = Counter("slipstream_trainer_steps_skipped", "Steps whose loss or gradient was not finite.")
 policy_step = Reading("gauge", "slipstream_trainer_policy_step", "Last version published.")
 
 _GAUGES = {
@@ -98,6 +102,7 @@ def step_trained(figures: dict[str, float]) -> None:
             part_seconds.labels(part).observe(figures[f"{part}_s"])
     tokens.inc(figures["tokens"])
     sequences_lost.inc(figures["sequences_lost"])
+    steps_skipped.inc(figures["step_skipped"])
     for name, gauge in _GAUGES.items():
         if name in figures:
             gauge.set(figures[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -412,3 +413,39 @@ async def test_large_prompts_are_handed_out_in_answers_that_fit_a_message(make_w
             groups = await world.acquire(count=20 - sum(sizes), wait_ms=3000)
             sizes.append(len([group for group in groups if group.HasField("prompt")]))
         assert max(sizes) == 4
+
+
+async def test_a_skipped_step_ends_its_groups_as_skipped_and_three_in_a_row_end_the_run(
+    make_world: Make, background: Make
+) -> None:
+    async def train(step: int, *, skipped: bool) -> None:
+        answer = await world.plan(step)
+        world.plans.append(answer.plan)
+        world.publish(step)
+        request = batch_pb2.ReportStepRequest(
+            request_id=uuid.uuid4().hex, version=answer.plan.version, metrics={"loss": 0.5}, skipped=skipped
+        )
+        await world.batches.ReportStep(request, timeout=10)
+
+    async with make_world(total_steps=9) as world:
+        world.publish(0)
+        async with background(world.runner_loop(), world.heartbeat_loop()):
+            for step, skipped in enumerate([True, True, False, True, True], start=1):
+                await train(step, skipped=skipped)
+            assert (await world.run()).state == run_pb2.RUN_STATE_RUNNING
+            await train(6, skipped=True)
+            run = await world.until(lambda run: run.phase == "ended")
+        assert run.state == run_pb2.RUN_STATE_FAILED
+        path = world.orchestrator.sequencer.config.run_dir / "skipped-rollouts.json"
+        assert run.reason == (
+            f"3 steps in a row, 4 to 6, had a loss or gradient that is not finite; their rollouts are in {path}"
+        )
+        saved = json.loads(path.read_text())["steps"]
+        assert [each["step"] for each in saved] == [4, 5, 6]
+        sealed = [s.rollout_id for batch in world.plans[5].micro_batches for s in batch.sequences]
+        assert saved[2]["rollout_ids"] == sealed
+        outcomes = world.orchestrator.sequencer.machine.outcomes
+        assert (outcomes[Outcome.SKIPPED], outcomes[Outcome.TRAINED]) == (5 * 4, 4)
+        records = read_journal(world.orchestrator.journal.path).records
+        assert [r["step"] for r in records if r["kind"] == "skipped"] == [1, 2, 4, 5, 6]
+        assert [r.get("groups_skipped") for r in world.metrics("step")] == [4, 4, None, 4, 4, 4]

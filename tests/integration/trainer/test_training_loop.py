@@ -51,6 +51,7 @@ class RowHolder(rows_pb2_grpc.RowsServiceServicer):
     def __init__(self, break_once: bool = False) -> None:
         self.rows: dict[str, tuple[int, bytes]] = {}
         self.streams: list[int] = []
+        self.wrong_once: dict[str, bytes] = {}
         self._break = break_once
 
     async def FetchRows(
@@ -58,6 +59,9 @@ class RowHolder(rows_pb2_grpc.RowsServiceServicer):
     ) -> AsyncIterator[bytes]:
         self.streams.append(request.offset_bytes)
         held = [self.rows.get(ref.key) for ref in request.refs]
+        if request.offset_bytes or not self._break:  # an answer that will be whole
+            wrong = [self.wrong_once.pop(ref.key, None) for ref in request.refs]
+            held = [rows if data is None else (0, data) for rows, data in zip(held, wrong, strict=True)]
         data = b"".join(rows for _, rows in filter(None, held))
         parts = [
             rows_pb2.RowsPart(missing=True)
@@ -298,6 +302,58 @@ async def test_missing_routes_are_routed_live_and_lost_tokens_cost_their_sequenc
     warned = [line["step"] for line in lines if (line["event"], line["log_level"]) == ("routes_unknown", "warning")]
     assert warned == [1]  # above 1 %
     assert REGISTRY.get_sample_value("slipstream_trainer_routes_unknown_fraction") == metrics["routes_unknown_fraction"]
+
+
+def wrong_dtype(world: World) -> None:
+    """What the worker holds of 1.2 is of another type; the plan says so."""
+    world.orchestrator.plans[0].micro_batches[0].sequences[2].routes[1].dtype = "uint16"
+
+
+def wrong_experts(world: World) -> None:
+    world.workers[1].rows["d/1.2"] = (PROMPT - 1, b"\x09" * 2 * 2 * (LENGTH - PROMPT))
+
+
+@pytest.mark.parametrize(("spoil", "field"), [(wrong_dtype, "routes.dtype"), (wrong_experts, "routes")])
+async def test_rows_that_are_wrong_are_asked_for_again_and_cost_one_rollout(tmp_path, torch_thread, spoil, field):
+    world = World()
+    async with world.serve():
+        world.orchestrator.plans = [world.plan(1)]
+        spoil(world)
+        with capture_logs() as lines:
+            await training_loop(world, TrainerConfig(run_dir=tmp_path), torch_thread, Status()).train()
+    metrics = world.orchestrator.reports[-1].metrics
+    assert (metrics["sequences_lost"], metrics["sequences_refused"]) == (1.0, 1.0)
+    assert metrics["loss_tokens"] == (SEQUENCES - 1) * (LENGTH - PROMPT)
+    refused = [(line["rollout_id"], line["field"]) for line in lines if line["event"] == "rows_refused"]
+    assert refused == [("1.2", field)] * 2
+    assert [line["rollout_id"] for line in lines if line["event"] == "rollout_lost"] == ["1.2"]
+    assert len(world.workers[1].streams) == 2
+    assert REGISTRY.get_sample_value("slipstream_trainer_rollouts_refused_total", {"field": field}) == 1
+
+
+async def test_rows_that_are_right_when_asked_for_again_cost_nothing(tmp_path, torch_thread):
+    world = World()
+    async with world.serve():
+        world.orchestrator.plans = [world.plan(1)]
+        world.runner.wrong_once = {"t/1.1": b"\xff" * 4 * LENGTH}
+        await training_loop(world, TrainerConfig(run_dir=tmp_path), torch_thread, Status()).train()
+    metrics = world.orchestrator.reports[-1].metrics
+    assert (metrics["sequences_lost"], metrics["sequences"]) == (0.0, SEQUENCES)
+    assert world.runner.wrong_once == {}
+
+
+async def test_a_step_that_is_not_finite_publishes_the_same_weights_and_the_next_one_trains(tmp_path, torch_thread):
+    world = World()
+    skipped_before = REGISTRY.get_sample_value("slipstream_trainer_steps_skipped_total") or 0
+    async with world.serve():
+        world.orchestrator.plans = [world.plan(step) for step in (1, 2, 3)]
+        world.orchestrator.plans[1].micro_batches[0].sequences[1].advantage = 1e300  # finite, until it is float32
+        await training_loop(world, TrainerConfig(run_dir=tmp_path), torch_thread, Status()).train()
+    assert [report.skipped for report in world.orchestrator.reports] == [False, False, True, False]
+    published = [bytes(world.broadcaster.bytes[PolicyVersion(1, step)]) for step in range(4)]
+    assert published[1] == published[2]
+    assert len(set(published)) == 3
+    assert REGISTRY.get_sample_value("slipstream_trainer_steps_skipped_total") == skipped_before + 1
 
 
 async def test_the_weights_published_are_those_of_the_model(tmp_path, torch_thread):

@@ -22,7 +22,7 @@ from slipstream.runner.servicer import RowsServicer
 from slipstream.runner.spool import Rows, Spool
 from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.portions import PlanReader
-from slipstream.trainer.rows import RouteForm
+from slipstream.trainer.rows import RowForm
 from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.torch_thread import TorchThread
 
@@ -75,7 +75,7 @@ async def read(
         )
     plan = batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=[each]) for each in planned])
     before = moved_bytes_so_far()
-    form = RouteForm.of(cluster.model(V1).routes)
+    form = RowForm.of(cluster.model(V1), PolicyVersion(1, 1))
     try:
         async with asyncio.TaskGroup() as group:
             sequences = [

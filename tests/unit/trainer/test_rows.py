@@ -11,11 +11,11 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import Ranges
 from slipstream.trainer.fetch import Part, RefId
 from slipstream.trainer.probe import choose_probe, probe_prompts
-from slipstream.trainer.rows import RouteForm, stitch
+from slipstream.trainer.rows import RowForm, RowsRefused, stitch
 from slipstream.trainer.sequence import version_number
 
 SHAPE = (2, 1)
-FORM = RouteForm(SHAPE, np.dtype(np.uint8))
+FORM = RowForm(SHAPE, np.dtype(np.uint8), expert_count=200, vocab_size=50, trained=PolicyVersion(1, 4))
 
 
 def ref(key: str, dtype: str = "uint8", shape: tuple[int, ...] = SHAPE) -> types_pb2.RowsRef:
@@ -76,7 +76,9 @@ def test_tokens_without_a_log_probability_do_not_train_and_the_rest_keep_their_v
         assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, step)) for step in (3, 4)]
         assert sequence.temperature == 0.5
         assert sequence.unknown_logp_count == 1
-    assert stitch(planned(), parts(l=part(0, np.ones(6, np.float32))), FORM) is None
+    unknown = stitch(planned(), parts(l=part(0, np.ones(6, np.float32))), FORM)
+    assert unknown is not None
+    assert (unknown.target_positions.size, unknown.unknown_logp_count) == (0, 3)
 
 
 def test_the_first_reference_that_knows_a_position_wins():
@@ -106,9 +108,47 @@ def test_a_loss_that_covers_fewer_tokens_takes_the_last_versions():
     assert sequence.kv_oldest.tolist() == [0, 0]  # not said: taken for the oldest
 
 
-def test_routes_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match="routes of 'p'"):
-        stitch(planned(routes=[ref("p", shape=(3, 2))]), parts(), FORM)
+def later(step: int) -> list[types_pb2.VersionSpan]:
+    return [types_pb2.VersionSpan(token_count=3, version=types_pb2.PolicyVersion(incarnation=1, step=step))]
+
+
+WRONG = {
+    "routes.row_shape": (planned(routes=[ref("p", shape=(3, 2))]), {}),
+    "routes.dtype": (planned(routes=[ref("p", "uint16")]), {}),
+    "routes.size_bytes": (planned(), {"p": Part(0, memoryview(b"\x01\x02\x03"))}),
+    "routes": (planned(), {"p": part(0, routes(10, 200))}),
+    "token_ids.dtype": (planned(token_ids=ref("t", "uint16", ())), {}),
+    "token_ids.row_shape": (planned(token_ids=ref("t", "int32", (2,))), {}),
+    "token_ids": (planned(), {"t": part(0, np.arange(45, 51, dtype=np.int32))}),
+    "logprobs.dtype": (planned(logprobs=ref("l", "int32", ())), {}),
+    "logprobs.size_bytes": (planned(), {"l": Part(0, memoryview(bytes(25)))}),
+    "spans.version": (planned(spans=later(5)), {}),
+    "spans": (planned(spans=later(4)[:0]), {}),
+    "loss_ranges": (planned(loss_ranges=[types_pb2.RowRange(start=3, end=7)]), {}),
+    "advantage": (planned(advantage=np.nan), {}),
+    "temperature": (planned(temperature=np.inf), {}),
+    "token_count": (planned(token_count=1), {}),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_what_cannot_be_right_is_refused_with_the_name_of_its_field(field):
+    wrong, rows = WRONG[field]
+    with pytest.raises(RowsRefused) as refused:
+        stitch(wrong, parts(**rows), FORM)
+    assert refused.value.field == field
+    assert stitch(planned(spans=later(4)), parts(), FORM) is not None
+
+
+def test_a_token_takes_each_expert_once_and_rows_that_are_not_known_may_hold_anything():
+    form = RowForm((1, 2), np.dtype(np.uint8), expert_count=8, vocab_size=50, trained=PolicyVersion(1, 4))
+    rows = np.array([[1, 2], [3, 0], [5, 5], [7, 6], [0, 7]], np.uint8).reshape(-1, 1, 2)
+    several = planned(routes=[ref("p", shape=(1, 2))])
+    with pytest.raises(RowsRefused, match="routes: they name an expert twice"):
+        stitch(several, parts(p=part(0, rows)), form)
+    sequence = stitch(several, parts(p=part(0, rows, ((2, 3),))), form)
+    assert sequence is not None
+    assert sequence.known_N.tolist() == [True, True, False, True, True]
 
 
 def test_the_probe_is_the_first_prompt_whose_experts_are_chosen_clearly():

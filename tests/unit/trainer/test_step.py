@@ -98,6 +98,42 @@ def test_an_empty_plan_changes_no_gradient_and_reports_no_tokens():
     assert agent.train([[], []], step=1, loss_token_count=1, trained=BASE)["loss_tokens"] == 0
 
 
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_as_if_it_had_not_been(broken):
+    agent, other = learner(), learner()
+    batch = [sequence(1), sequence(2, advantage=-1.0)]
+
+    def take(each: Learner, step: int) -> dict[str, float]:
+        return each.train([batch], step=step, loss_token_count=10, trained=BASE)
+
+    take(agent, 1)
+    take(other, 1)
+    before = agent.export()
+    agent.begin(10, 2, 18, BASE)
+    agent.add([[replace(batch[0], advantage=np.inf)] if broken == "loss" else batch])
+    if broken == "gradient":
+        next(p.grad for p in agent.model.parameters() if p.grad is not None)[0] = np.nan
+    figures = agent.finish(2)
+    assert figures["step_skipped"] == 1.0
+    assert all(np.isfinite(value) for value in figures.values())
+    after = agent.export()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    mine, theirs = take(agent, 2), take(other, 2)
+    assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+    mine, theirs = agent.export(), other.export()
+    assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_sequence_whose_tokens_are_all_unknown_trains_nothing_and_they_are_counted():
+    nothing = replace(
+        sequence(1), target_positions=np.zeros(0, np.int64), engine_logps=np.zeros(0, np.float32),
+        sampled_at=np.zeros(0, np.int64), kv_oldest=np.zeros(0, np.int64), unknown_logp_count=5,
+    )  # fmt: skip
+    figures = learner().train([[nothing]], step=1, loss_token_count=5, trained=BASE)
+    assert (figures["logps_unknown"], figures["loss_tokens"], figures["loss"]) == (5.0, 0.0, 0.0)
+    assert figures["step_skipped"] == 0.0
+
+
 def test_the_probe_reports_log_probabilities_and_a_margin():
     agent = learner()
     ids = [3, 1, 4, 1, 5]

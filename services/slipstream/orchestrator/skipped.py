@@ -1,0 +1,47 @@
+"""Steps that were skipped one after another, and what they were to train: for whoever looks for the cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slipstream.common.disk import replace_file
+from slipstream.common.errors import DiskFull
+from slipstream.orchestrator.sealer import SealedPlan
+
+NOT_FINITE = "NOT_FINITE"
+
+
+class SkippedSteps:
+    """Counts them, and names the rollouts once there are too many in a row."""
+
+    def __init__(self, limit: int, path: Path) -> None:
+        self._limit = limit
+        self._path = path
+        self._in_a_row: list[SealedPlan] = []
+        self.sentence = ""
+        """Why the run cannot go on; empty while it can."""
+
+    def note(self, plan: SealedPlan, *, skipped: bool) -> None:
+        """Take in what became of a step."""
+        if not skipped:
+            self._in_a_row.clear()
+            return
+        self._in_a_row.append(plan)
+        if len(self._in_a_row) >= self._limit and not self.sentence:
+            steps = f"{len(self._in_a_row)} steps in a row, {self._in_a_row[0].step} to {plan.step},"
+            self.sentence = f"{steps} had a loss or gradient that is not finite; {self._save()}"
+
+    def _save(self) -> str:
+        """Write the rollouts' ids; says where they are."""
+        steps = [{"step": plan.step, "rollout_ids": rollout_ids(plan)} for plan in self._in_a_row]
+        try:
+            replace_file(self._path, json.dumps({"steps": steps}, indent=1).encode() + b"\n")
+        except DiskFull as error:
+            return f"their rollouts could not be saved: {error.message}"
+        return f"their rollouts are in {self._path}"
+
+
+def rollout_ids(plan: SealedPlan) -> list[str]:
+    """Of every rank."""
+    return [each.rollout_id for part in plan.plans for batch in part.micro_batches for each in batch.sequences]
