@@ -18,6 +18,7 @@ from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
 from slipstream.models.base import Sizes
+from slipstream.orchestrator.tracking.feed import require_libraries
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import sizes_at_start
 from slipstream.trainer.teacher import teacher_sizes
@@ -44,6 +45,8 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
     if machine and workers_here:
         _vllm(config, origins)
     if machine:
+        orchestrator: Any = config.section("orchestrator")
+        require_libraries(orchestrator.tracking, origins.located("orchestrator.tracking"))
         _bubblewrap(config, origins)
         try_certificates(config.tls)
     _environments(config, origins, sizes, trainer.initial_model)

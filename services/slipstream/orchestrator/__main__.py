@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import grpc
@@ -28,7 +29,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import DiskFull, JournalCorrupt
-from slipstream.common.runtime import Loop, Servicers, run_service, serve
+from slipstream.common.runtime import Loop, Servicers, leave, run_service, serve
 from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator import telemetry
@@ -45,6 +46,8 @@ from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
 from slipstream.orchestrator.servicer import BatchServicer, RunnerServicer
 from slipstream.orchestrator.supervisor import Supervisor
+from slipstream.orchestrator.tracking.feed import TrackerFeed
+from slipstream.orchestrator.tracking.trackers import TrackedRun
 
 log = structlog.get_logger()
 
@@ -60,7 +63,10 @@ class Orchestrator:
             self._channels.append(open_channel(address, access))
             return self._channels[-1]
 
-        self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", time.time, config.metrics_limit_bytes)
+        self.trackers = TrackerFeed(config.tracking, TrackedRun(config.run_id, config.run_dir))
+        self.metrics = MetricsFile(
+            config.run_dir / "metrics.jsonl", time.time, config.metrics_limit_bytes, self.trackers.take
+        )
         self.journal = Journal(config.run_dir / "journal" / "journal.jsonl", config.journal_limit_bytes)
         if self.journal.recovered.records or len(segments(self.journal.path)) > 1:
             # Runs are not resumed yet; a second history in the same file would be worse than a refusal.
@@ -157,12 +163,13 @@ class Orchestrator:
         }
 
     async def drain(self) -> None:
-        """Put the journal on disk and let go of what is not needed."""
+        """Put the journal on disk, let go of what is not needed, and give trackers their time."""
         await self.releaser.flush()
         try:
             await self.journal.sync()
         except DiskFull as error:
             log.error("journal_not_synced", detail=error.message)
+        await asyncio.to_thread(self.trackers.finish)
 
     async def close(self) -> None:
         """Close files and channels."""
@@ -171,6 +178,7 @@ class Orchestrator:
         await self.redis.close()
         self.journal.close()
         self.metrics.close()
+        await asyncio.to_thread(self.trackers.finish)
 
     def _published(self, version: PolicyVersion) -> None:
         self.state.published = version
@@ -192,7 +200,11 @@ async def run(config: OrchestratorConfig) -> None:
 
 def main() -> None:
     """Entry point of `slipstream-orchestrator`."""
-    run_service("orchestrator", OrchestratorConfig, run)
+    try:
+        run_service("orchestrator", OrchestratorConfig, run)
+    except SystemExit as end:
+        leave(end.code)  # the libraries of trackers may wait at exit, however long
+    leave()
 
 
 if __name__ == "__main__":

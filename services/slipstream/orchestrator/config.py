@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import SequencedConfig
 from slipstream.orchestrator.advantage_config import AdvantageConfig, GroupNormalizedConfig
+from slipstream.orchestrator.tracking.config import AnyTracker
 
 
 class EnvironmentConfig(SequencedConfig):
@@ -130,6 +131,9 @@ class OrchestratorConfig(ServiceConfig):
 
     keeper: KeeperConfig = KeeperConfig()
     disk: DiskConfig = DiskConfig()
+
+    tracking: list[AnyTracker] = Field(default_factory=list[AnyTracker])
+    """Experiment trackers that get the figures of steps and evaluations, too."""
 
     metrics_limit_bytes: int = Field(default=512 * 2**20, ge=4096)
     """Bytes of metrics.jsonl and the older file that it becomes; that one goes when they are reached."""

@@ -18,16 +18,28 @@ _BUFFER_BYTES = 16 << 20
 class MetricsFile:
     """Appends records of a `kind`, each with the time it was made; they wait while the disk is full."""
 
-    def __init__(self, path: Path, clock: Callable[[], float], limit_bytes: int = 0) -> None:
-        """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float],
+        limit_bytes: int = 0,
+        follower: Callable[[Mapping[str, object]], None] | None = None,
+    ) -> None:
+        """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound.
+
+        `follower` is shown every record.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = PatientFile(AppendFile(path, limit_bytes // (_KEPT_FILES + 1), _KEPT_FILES), _BUFFER_BYTES)
         self._clock = clock
+        self._follower = follower
 
     def write(self, kind: str, **fields: object) -> None:
         """Append one record; figures that are not finite are left out, since JSON has none."""
         record = {"kind": kind, "time_s": round(self._clock(), 3), **finite(fields)}
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        if self._follower is not None:
+            self._follower(record)
 
     def flush(self) -> bool:
         """Write what waits; False while the disk has no room."""
