@@ -17,8 +17,8 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import RouteRows
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
-from slipstream.trainer.config import OptimConfig
 from slipstream.trainer.loss_config import ClippedLossConfig
+from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.sequence import TrainSequence, version_number
 from slipstream.trainer.step import Learner
 

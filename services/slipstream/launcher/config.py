@@ -24,7 +24,8 @@ from slipstream.prefill.config import PrefillConfig
 from slipstream.router.config import RouterConfig
 from slipstream.runner.config import RunnerConfig
 from slipstream.sandbox.config import SandboxConfig
-from slipstream.trainer.config import ModelConfig, OptimConfig, SftConfig, TrainerConfig
+from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
+from slipstream.trainer.optim_config import OptimConfig
 
 SERVICES: dict[str, type[ServiceConfig]] = {
     "orchestrator": OrchestratorConfig,

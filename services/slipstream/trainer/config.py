@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -11,8 +11,7 @@ from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.trainer.loss_config import LossConfig, MaskedRatioLossConfig
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
+from slipstream.trainer.optim_config import Beta, OptimConfig
 
 
 class ModelConfig(MoeConfig):
@@ -31,34 +30,6 @@ class ModelConfig(MoeConfig):
         """What the architecture reads its sizes from."""
         fields = self.model_dump(exclude={"extra"})
         return {**MoeConfig(**{**fields, "vocab_size": self.vocab_size or tokenizer_size}).to_hf(), **self.extra}
-
-
-class OptimConfig(BaseConfig):
-    """AdamW, linear warm-up and linear decay."""
-
-    lr: float = Field(default=1e-3, gt=0)
-    """Learning rate after the warm-up."""
-
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """Decay of the first and second moments."""
-
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay, of matrices and norms alike."""
-
-    warmup_steps: int = Field(default=5, ge=0)
-    """Steps over which the rate rises to `lr`."""
-
-    total_steps: int = Field(default=100, ge=1)
-    """Steps of the run: the decay ends here."""
-
-    final_lr_fraction: float = Field(default=0.05, ge=0, le=1)
-    """Rate of the last step, as a part of `lr`."""
-
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-
-    balance_coefficient: float = Field(default=1e-3, ge=0)
-    """Weight of the experts' load-balance loss."""
 
 
 class SftConfig(BaseConfig):

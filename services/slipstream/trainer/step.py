@@ -18,15 +18,16 @@ from slipstream.algorithms.tokens import LossTokens, StepTotals
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
 from slipstream.trainer.clock import PhaseClock
-from slipstream.trainer.config import OptimConfig
 from slipstream.trainer.cost import ModelCost, memory
 from slipstream.trainer.figures import StepFigures, TokenFigures
 from slipstream.trainer.frozen import FrozenModels
 from slipstream.trainer.loss_config import LossConfig
 from slipstream.trainer.objective import build_objective
+from slipstream.trainer.offload import ActivationOffload
+from slipstream.trainer.optim_config import OptimConfig
+from slipstream.trainer.optimizer import ModelOptimizer
 from slipstream.trainer.packed import Packed, pack, target_logps, temperatures
 from slipstream.trainer.replay_check import check_replay
-from slipstream.trainer.schedule import warmup_then_linear
 from slipstream.trainer.sequence import TrainSequence
 
 
@@ -38,9 +39,8 @@ class Learner:
         self._optim = optim
         self._objective = build_objective(loss)
         self._frozen = frozen or FrozenModels()
-        self._adamw = torch.optim.AdamW(
-            model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-        )
+        self.optimizer = ModelOptimizer(model.named_parameters(), optim)
+        self._offload = ActivationOffload(enabled=optim.offload_activations)
         self.device = next(model.parameters()).device
         self._cost = ModelCost.of(model)
         self._clock = PhaseClock(self.device)
@@ -75,7 +75,7 @@ class Learner:
         `trained`: version number of the weights.
         `checked`: the micro-batch, from 0, whose mismatch is also looked at without replay.
         """
-        self._adamw.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self._denominators = StepTotals(float(loss_token_count), float(max(1, sequence_count)))
         self._input_token_count = input_token_count
         self._trained, self._checked, self._added = trained, checked, 0
@@ -105,13 +105,9 @@ class Learner:
             if figures.tokens:
                 norm = torch.nn.utils.clip_grad_norm_(parameters, self._optim.max_grad_norm)
             skipped = not (math.isfinite(figures.sums.get("loss", 0.0)) and bool(torch.isfinite(norm)))
-            lr = self.learning_rate(step)
+            lr = 0.0 if skipped else self.optimizer.step(step)
             if skipped:
-                self._adamw.zero_grad(set_to_none=True)
-            else:
-                for group in self._adamw.param_groups:
-                    group["lr"] = lr
-                self._adamw.step()
+                self.optimizer.zero_grad()
         if skipped:  # its figures say nothing of the model
             sums = {name: value for name, value in figures.sums.items() if math.isfinite(value)}
             return {**sums, "step_skipped": 1.0, **self._clock.read(), **memory(self.device)}
@@ -127,21 +123,12 @@ class Learner:
             **memory(self.device),
         }
 
-    def learning_rate(self, step: int) -> float:
-        """The rate of step `step`, from 1."""
-        return self._optim.lr * warmup_then_linear(
-            step,
-            warmup_steps=self._optim.warmup_steps,
-            total_steps=self._optim.total_steps,
-            final_fraction=self._optim.final_lr_fraction,
-        )
-
     def _backward(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
         """Add its gradient and figures; returns the log-probabilities of its targets."""
         packed, clock = pack(batch), self._clock
         with clock.phase("frozen"):
             frozen = self._frozen.logps(batch, packed)  # first: they keep no activations
-        with clock.phase("forward"):
+        with clock.phase("forward"), self._offload.forward():
             logits_RV = packed.logits_RV(self.model, balance=True)
             new_R, entropy_R = target_logps(logits_RV, packed.targets_R, temperatures(batch))
         old_R = torch.from_numpy(np.concatenate([sequence.engine_logps for sequence in batch]))

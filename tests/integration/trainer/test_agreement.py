@@ -17,8 +17,8 @@ from slipstream.engine.embedded.engine import EmbeddedEngine
 from slipstream.engine.routes import route_dtype, stitch_routes
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.registry import find_architecture
-from slipstream.trainer.config import OptimConfig
 from slipstream.trainer.loss_config import MaskedRatioLossConfig
+from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.sequence import TrainSequence, version_number
 from slipstream.trainer.step import Learner
 

@@ -28,9 +28,10 @@ from slipstream.common.runtime import build_server
 from slipstream.common.version import PolicyVersion
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
-from slipstream.trainer.config import OptimConfig, TrainerConfig
+from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.loop import TrainingLoop
+from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.status import Status

@@ -10,7 +10,6 @@ import torch
 
 from slipstream.models.qwen3_moe.model import MoeModel
 from slipstream.trainer.loss_config import ClippedLossConfig, MaskedRatioLossConfig
-from slipstream.trainer.schedule import warmup_then_linear
 from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.step import Learner
 
@@ -152,14 +151,6 @@ def test_exported_weights_do_not_follow_later_steps():
     agent.train([[sequence(1)]], step=1, loss_token_count=5, trained=BASE)
     assert all(np.array_equal(before[name], copies[name]) for name in copies)
     assert any(not np.array_equal(before[name], tensor) for name, tensor in agent.export().items())
-
-
-def test_the_rate_rises_then_falls_to_its_floor():
-    rates = [warmup_then_linear(s, warmup_steps=4, total_steps=14, final_fraction=0.1) for s in range(1, 17)]
-    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert rates[4] == pytest.approx(1.0 - 0.9 / 10)
-    assert rates[13] == rates[15] == pytest.approx(0.1)
-    assert rates[4:14] == sorted(rates[4:14], reverse=True)
 
 
 def engine_chose_other_experts() -> list[TrainSequence]:

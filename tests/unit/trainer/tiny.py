@@ -10,7 +10,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import Ranges, RouteRows
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import MoeModel, build_model, init_weights
-from slipstream.trainer.config import OptimConfig
+from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.sequence import TrainSequence, version_number
 
 VOCAB = 24
