@@ -31,10 +31,10 @@ from typing import Any
 
 from slipstream.common.config_errors import ConfigError, Origins
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.families import why_not
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
 from slipstream.launcher.config import RunConfig
-from slipstream.models.registry import BUILT_IN
 
 Problem = tuple[tuple[str, ...], str]
 """The keys, the one to change first, and what is wrong with that one."""
@@ -113,14 +113,9 @@ def _handed_over(prefill: Any, decode: Any) -> Iterator[Problem]:
         )
 
 
-RUN_ON_VLLM = ("qwen3_moe",)
-"""Architectures whose updates and routes were tried there."""
-
-
 def _own_architecture(config: RunConfig) -> Iterator[Problem]:
     pools, architecture = config.pools_with("vllm"), config.model.architecture
-    if pools and architecture not in RUN_ON_VLLM:
-        why = "which slipstream does not update on vLLM" if architecture in BUILT_IN else "whose code vLLM does not run"
+    if pools and (why := why_not(architecture)):
         yield (
             ("model.architecture", *(f"{pool}.engine.type" for pool in pools)),
             f'is "{architecture}", {why}; set {pools[0]}.engine.type = "embedded"',

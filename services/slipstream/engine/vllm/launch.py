@@ -12,6 +12,7 @@ import torch
 from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.engine.vllm.config import PROBE_PLACES, VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector
+from slipstream.engine.vllm.families import check_family
 from slipstream.engine.vllm.installed import check_connector, find_vllm
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
@@ -55,6 +56,7 @@ def launch(
         ENVIRONMENT.setdefault(name, value)
     find_vllm()
     check_connector(config)
+    check_family(sizes, "engine.type")
     device = _find_device(config)
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -95,7 +97,7 @@ def launch(
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),  # our scheduler takes them
         prefix_caching_hash_algo=HASH_ALGORITHM,
         logprobs_mode="processed_logprobs",
-        enable_return_routed_experts=config.capture_routes,
+        enable_return_routed_experts=config.capture_routes and sizes.moe_layers > 0,
         kv_transfer_config=transfer,
         worker_extension_cls=WORKER_EXTENSION,
         **{**_options_of_device(device, sizes, config), **arguments(config.parallel, rank)},

@@ -27,7 +27,7 @@ QUANTIZATION_ERROR = 0.1
 
 
 class LiveWeights:
-    """Reads a Qwen3-MoE model of vLLM, of one rank."""
+    """Reads a model of vLLM, of one rank."""
 
     def __init__(self, model: nn.Module, groups: tuple[Group, ...], applied: Mapping[str, Tensor]) -> None:
         self._modules = dict(model.named_modules())
@@ -56,13 +56,14 @@ class LiveWeights:
         first = self._applied[group.names[0]]
         plain = tensor.is_contiguous() and tensor.dtype == first.dtype and not _quantised(module)
         if tensor.device.type == "cpu":  # packed in place, by a kernel that tells nobody
-            plain = plain and (not hasattr(module, "quant_method") or group.module.endswith("embed_tokens"))
-        elif group.parameter != "weight":
+            packs = hasattr(module, "quant_method") and group.parameter != "bias"
+            plain = plain and (not packs or group.module.endswith("embed_tokens"))
+        elif group.of_experts:
             plain = plain and module.quant_method.unquantized_backend.value in ("TRITON", "BATCHED_TRITON")
         return tensor.data if plain and tensor.numel() >= self._size(group) else None
 
     def module(self, group: Group) -> Any:
-        if group.parameter == "weight":
+        if not group.of_experts:
             return self._modules[group.module]
         return next(m for key, m in self._modules.items() if key.startswith(group.module) and _is_experts(m))
 
@@ -74,7 +75,7 @@ class LiveWeights:
     def _read(self, group: Group) -> dict[str, Tensor]:
         applied = [self._applied[name] for name in group.names]
         module = self.module(group)
-        if group.parameter == "weight":
+        if not group.of_experts:
             whole = self._linear(module, applied[0].shape[1]).flatten()[: self._size(group)].cpu()
         elif _quantised(module):
             whole = _dequantise(module, group.parameter).flatten().cpu()
@@ -123,7 +124,7 @@ class LiveWeights:
     def _packed_equal(self, group: Group, module: Any) -> bool:
         """Whether packed experts are what was applied, packed."""
         prefix = f"{group.module}."
-        both = {g.parameter: g for g in self._groups if g.module == group.module and g.parameter != "weight"}
+        both = {g.parameter: g for g in self._groups if g.module == group.module and g.of_experts}
         packed: Any = nn.Module()
         for parameter, names in ((key, each.names) for key, each in both.items()):
             tensors = [self._applied[name] for name in names]
@@ -163,7 +164,7 @@ def own_groups(model: nn.Module, groups: tuple[Group, ...]) -> tuple[Group, ...]
     found = []
     for group in groups:
         places = next((held for name, held in spread.items() if name.startswith(group.module)), None)
-        if places is not None and group.parameter != "weight":
+        if places is not None and group.of_experts:
             prefix = f"{group.module}."
             own = tuple(name for name in group.names if places[int(name.removeprefix(prefix).partition(".")[0])] >= 0)
             group = Group(group.module, group.parameter, own)

@@ -22,6 +22,7 @@ from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
+from slipstream.engine.vllm.rows import given_rows
 from slipstream.engine.vllm.salts import SaltVersions
 
 RELEASE_PAUSE_S = 0.01
@@ -52,6 +53,7 @@ class Prefills:
     def __init__(
         self,
         config: VllmConfig,
+        moe_layers: int,
         connector: Connector,
         salts: SaltVersions,
         offload: Offload,
@@ -59,6 +61,7 @@ class Prefills:
         on_rows: OnRows,
     ) -> None:
         self._config = config
+        self._moe_layers = moe_layers
         self._connector = connector
         self._salts = salts
         self._offload = offload
@@ -210,7 +213,7 @@ class Prefills:
         if cached:
             oldest = min(oldest, self._offload.oldest_of(request.salt, self._salts.oldest(request.salt)))
         self._on_prompt(count, cached)
-        rows = output.outputs[0].routed_experts
+        rows = given_rows(output, self._moe_layers, count + 1)
         if request.capture_routes and rows is not None and len(rows) == count + 1:
             self._on_rows(request, rows[:count])
         reference = KvReference(

@@ -2,7 +2,9 @@
 
 vLLM prepares expert weights for its CPU kernel when a model is loaded and never again: after any of its own in-place
 updates the kernel reads unprepared weights, and the output is wrong without an error. `mend_expert_reload` prepares
-them each time. A reload that fails part-way leaves layers without storage; `abandon_reload` puts the old ones back.
+them each time. A head that is the embedding has prepared weights of its own there, and a reload prepares the
+embedding's alone: `prepare_tied_head` does the head's. A reload that fails part-way leaves layers without storage;
+`abandon_reload` puts the old ones back.
 """
 
 # vLLM is not installed where the checks run.
@@ -33,6 +35,13 @@ def mend_expert_reload() -> None:
 
     setattr(setup_kernel, _MENDED, True)
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel  # type: ignore[method-assign]
+
+
+def prepare_tied_head(model: Any) -> None:
+    """Prepare an output head anew that shares its matrix with the embedding, once that was loaded."""
+    head, embedding = getattr(model, "lm_head", None), model.model.embed_tokens
+    if head is not None and head is not embedding and getattr(head, "weight", None) is embedding.weight:
+        head.quant_method.process_weights_after_loading(head)
 
 
 def abandon_reload(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from slipstream.engine.vllm.draws import seed_draws_by_position
 from slipstream.engine.vllm.held import release_held
 from slipstream.engine.vllm.layout import Layout
 from slipstream.engine.vllm.live import LiveWeights, own_groups
-from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload
+from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload, prepare_tied_head
 from slipstream.engine.vllm.versions import version_of
 
 _PR_SET_PDEATHSIG = 1
@@ -131,6 +131,7 @@ class WorkerExtension:
             or any(parameter is None for parameter, _ in targets)
         ):
             self.reload_weights(weights_iterator=arena.tensors().items())
+            prepare_tied_head(self.model_runner.get_model())
             return
         for parameter, group in targets:
             assert parameter is not None
