@@ -1,5 +1,10 @@
 """The attention node of every model: it leaves to the context who sees whom.
 
+Attention that knows only causality is PyTorch's `scaled_dot_product_attention` with `is_causal`. On a card that is a
+fused kernel (cuDNN's or flash attention in half precision, the memory-efficient one in float32): scores of all pairs
+are nowhere. Packed documents on a card in half precision take flash attention for ragged sequences, without padding
+(`ragged_causal`). The choice is by device and dtype alone; it is not measured on a card.
+
 T = tokens, B = sequences, L = padded length, N = query heads, G = key and value heads, H = head size.
 """
 
@@ -7,8 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from slipstream.models.base import Context
 from slipstream.models.titan import Module
@@ -53,3 +60,35 @@ def causal(q_BLNH: Tensor, k_BLGH: Tensor, v_BLGH: Tensor, scale: float | None) 
         k_BLGH, v_BLGH = k_BLGH.repeat_interleave(repeats, 2), v_BLGH.repeat_interleave(repeats, 2)
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLGH, v_BLGH))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+
+
+MAX_RAGGED_HEAD_DIM = 256
+"""Of flash attention."""
+
+
+def takes_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `ragged_causal` can compute this."""
+    return device.type != "cpu" and dtype in (torch.bfloat16, torch.float16) and head_dim <= MAX_RAGGED_HEAD_DIM
+
+
+def ragged_causal(
+    q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, starts: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    """Causal attention within documents laid end to end.
+
+    `starts`: int32 `[documents + 1]`, where each begins, and the end; `longest`: tokens of the longest one.
+    """
+    out = varlen_attn(
+        q_TNH,
+        k_TGH,
+        v_TGH,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),  # nothing behind a token, everything before it
+        enable_gqa=q_TNH.shape[1] != k_TGH.shape[1],
+    )
+    assert isinstance(out, Tensor), "only return_aux gives more"
+    return out

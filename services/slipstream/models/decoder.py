@@ -28,6 +28,13 @@ class DecoderPasses:
         model: Any = self
         return model.lm_head(model.norm(hidden))
 
+    def target_logps(
+        self, hidden_RD: Tensor, targets_R: Tensor, temperature_R: Tensor | None = None, chunk_rows: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of targets and entropies, `[R]` each, logits of so many rows at once (`head.py`)."""
+        model: Any = self
+        return model.lm_head(model.norm(hidden_RD), targets_R, temperature_R, chunk_rows)
+
 
 def retype(config_class: Any, config: Any) -> Any:
     """The same config for another node class."""

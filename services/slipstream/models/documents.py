@@ -1,7 +1,8 @@
 """Packed documents: the trainer's context.
 
 `Documents` describes sequences laid end to end in one row of tokens `[1, T]`: every layer but attention then works on
-real tokens alone, and attention spreads them into a padded batch, where each document sees itself only.
+real tokens alone, and attention spreads them into a padded batch, where each document sees itself only. On a card it
+takes them as they lie, in half precision (`attention.py`).
 
 T = packed tokens, B = documents, L = longest document, N = heads, H = head size.
 """
@@ -9,13 +10,14 @@ T = packed tokens, B = documents, L = longest document, N = heads, H = head size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.models.attention import causal
+from slipstream.models.attention import causal, ragged_causal, takes_ragged
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,11 @@ class Documents:
     padding_slots: Tensor
     """Indices of slots that hold no token."""
 
+    starts: Tensor
+    """Int32 `[B + 1]`: index of each document's first token, and T."""
+
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int]) -> Documents:
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device | None = None) -> Documents:
         """Documents of these lengths, in order."""
         lengths_B = torch.tensor(lengths, dtype=torch.int64)
         longest = int(lengths_B.max())
@@ -47,16 +52,25 @@ class Documents:
         slot_of_token_T = real_BL.reshape(-1).nonzero().squeeze(1)
         token_of_slot = torch.zeros(len(lengths) * longest, dtype=torch.int64)
         token_of_slot[slot_of_token_T] = torch.arange(slot_of_token_T.numel())
-        return cls(
+        documents = cls(
             shape=(len(lengths), longest),
             positions_1T=slots_BL[real_BL].unsqueeze(0),
             token_of_slot=token_of_slot,
             slot_of_token_T=slot_of_token_T,
             padding_slots=(~real_BL).reshape(-1).nonzero().squeeze(1),
+            starts=F.pad(lengths_B.cumsum(0), (1, 0)).to(torch.int32),
         )
+        return documents if device is None else documents.to(device)
+
+    def to(self, device: torch.device) -> Documents:
+        """The same on a device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def attend(self, layer: int, q_1TNH: Tensor, k_1TGH: Tensor, v_1TGH: Tensor, scale: float | None) -> Tensor:
         """Causal attention within each document; all layers alike."""
+        if takes_ragged(q_1TNH.device, q_1TNH.dtype, q_1TNH.shape[-1]):
+            return ragged_causal(q_1TNH[0], k_1TGH[0], v_1TGH[0], self.starts, self.shape[1], scale).unsqueeze(0)
         q, k, v = (_Spread.apply(x[0], self).view(*self.shape, *x.shape[2:]) for x in (q_1TNH, k_1TGH, v_1TGH))
         out = causal(q, k, v, scale)
         return _Collect.apply(out.flatten(0, 1), self).unsqueeze(0)

@@ -72,7 +72,7 @@ class Routes:
             self._chosen.append(ids_TK)
         if self.balance:
             real_TK = ids_TK if self.token_mask_T is None else ids_TK[self.token_mask_T]
-            self._counts[layer] = torch.bincount(real_TK.reshape(-1), minlength=self.expert_count)
+            self._counts[layer] = _counted(real_TK.reshape(-1), self.expert_count)
             self._balance_terms.append(self._balance_term(layer, scores_TE))
         if self.margins and scores_TE.shape[-1] > self.top_k:
             best_TK = torch.topk(choice_TE, self.top_k + 1, dim=-1).values
@@ -109,3 +109,11 @@ class Routes:
             scores_TE = scores_TE[self.token_mask_T]
         counts_E = self._counts[layer]
         return self.expert_count * (counts_E / counts_E.sum() * scores_TE.mean(0)).sum()
+
+
+def _counted(ids_N: Tensor, expert_count: int) -> Tensor:
+    """How often each id is there. On a card without `bincount`, which waits for all work queued so far."""
+    if ids_N.device.type == "cpu":
+        return torch.bincount(ids_N, minlength=expert_count)
+    counts_E = torch.zeros(expert_count, dtype=torch.int64, device=ids_N.device)
+    return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))

@@ -17,11 +17,12 @@ from slipstream.models.base import Context
 from slipstream.models.decoder import DecoderPasses, ends_views, feed_forward_views, retype
 from slipstream.models.deepseek_v3.config import DeepseekV3Config
 from slipstream.models.deepseek_v3.router import ReplayRouter
+from slipstream.models.head import Head
 from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts
 from slipstream.models.rope import Rope
 from slipstream.models.rope_config import sharpness
 from slipstream.models.routing import Routes
-from slipstream.models.titan import DeepSeekV3Model, Embedding, Linear, RMSNorm, build_mla_moe_layers
+from slipstream.models.titan import DeepSeekV3Model, Embedding, RMSNorm, build_mla_moe_layers
 
 _LATENT_EPS = 1e-6
 """Of the norms of compressed query, key and value, whatever `rms_norm_eps` says."""
@@ -116,7 +117,7 @@ def build_model(config: DeepseekV3Config) -> DeepseekModel:
             dim=config.dim,
             norm=RMSNorm.Config(normalized_shape=config.dim, eps=config.norm_eps),
             tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.dim),
-            lm_head=Linear.Config(in_features=config.dim, out_features=config.vocab_size),
+            lm_head=Head.Config(in_features=config.dim, out_features=config.vocab_size),
             layers=layers,
         )
     )

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from slipstream.models.attention import ContextAttention
 from slipstream.models.decoder import DecoderPasses, dense_views, set_biases
+from slipstream.models.head import Head
 from slipstream.models.llama.config import LlamaConfig
 from slipstream.models.rope import Rope
 from slipstream.models.routing import Routes
 from slipstream.models.titan import (
     Embedding,
-    Linear,
     Llama3Model,
     Llama3TransformerBlock,
     RMSNorm,
@@ -42,7 +42,7 @@ def build_model(config: LlamaConfig) -> LlamaModel:
             dim=config.dim,
             norm=norm,
             tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.dim),
-            lm_head=Linear.Config(in_features=config.dim, out_features=config.vocab_size),
+            lm_head=Head.Config(in_features=config.dim, out_features=config.vocab_size),
             layers=[_layer(config, norm) for _ in range(config.n_layers)],
             enable_weight_tying=config.tied_embeddings,
         )

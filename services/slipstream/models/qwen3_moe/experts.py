@@ -1,8 +1,8 @@
-"""Expert nodes for float32 on a CPU: dispatch by permutation, one matrix product an expert.
+"""Expert nodes: dispatch by permutation; on a CPU float32 and one matrix product an expert.
 
-torchtitan's own nodes compute in bfloat16 with a grouped kernel and add results by an index; on a CPU gathering rows
-by the inverse permutation is several times faster, also in the backward pass, where a gather replaces an
-accumulation by index.
+torchtitan's own nodes compute in bfloat16 with a grouped kernel, which on a card is what is taken here, too. They add
+results by an index: on a CPU gathering rows by the inverse permutation is several times faster, also in the backward
+pass, where a gather replaces an accumulation by index.
 
 T = tokens, K = experts a token, N = T*K routed rows, D = width, F = hidden width of an expert, E = experts.
 """
@@ -59,7 +59,7 @@ class PermutingDispatcher(LocalTokenDispatcher):
         """Routed rows sorted by expert, the count for each expert, and the way back."""
         order_N = torch.argsort(topk_expert_ids_TK.reshape(-1), stable=True)
         inverse_N = torch.empty_like(order_N)
-        inverse_N[order_N] = torch.arange(order_N.numel())
+        inverse_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
         rows_ND = GatherRows.apply(x_TD, order_N // self.top_k, inverse_N.view(-1, self.top_k))
         return rows_ND, num_local_tokens_per_expert_E, Permutation(order_N, inverse_N, topk_scores_TK)
 
@@ -83,6 +83,8 @@ class SplitExperts(GroupedExperts):
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Outputs in the order of `x_RD`, whose rows are sorted by expert."""
+        if x_RD.device.type != "cpu" and self.activation is F.silu:
+            return super().forward(x_RD, num_tokens_per_expert_E)  # one grouped kernel, in bfloat16
         # unbind: one backward node a weight; indexing would make a full-size zero gradient for each expert.
         weights = zip(self.w1_EFD.unbind(0), self.w2_EDF.unbind(0), self.w3_EFD.unbind(0), strict=True)
         splits = x_RD.split(num_tokens_per_expert_E.tolist())

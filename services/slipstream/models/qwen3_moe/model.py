@@ -18,12 +18,13 @@ from torch import Tensor
 
 from slipstream.models.attention import ContextAttention
 from slipstream.models.decoder import DecoderPasses, random_start, retype
+from slipstream.models.head import Head
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.experts import PermutingDispatcher, SplitExperts
 from slipstream.models.qwen3_moe.router import ReplayRouter
 from slipstream.models.rope import Rope
 from slipstream.models.routing import Routes
-from slipstream.models.titan import Embedding, Linear, Qwen3Model, RMSNorm, build_qwen3_moe_layers
+from slipstream.models.titan import Embedding, Qwen3Model, RMSNorm, build_qwen3_moe_layers
 
 
 class MoeModel(DecoderPasses, Qwen3Model):
@@ -91,7 +92,7 @@ def build_model(config: MoeConfig) -> MoeModel:
             dim=config.dim,
             norm=RMSNorm.Config(normalized_shape=config.dim, eps=config.norm_eps),
             tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.dim),
-            lm_head=Linear.Config(in_features=config.dim, out_features=config.vocab_size),
+            lm_head=Head.Config(in_features=config.dim, out_features=config.vocab_size),
             layers=layers,
         )
     )
