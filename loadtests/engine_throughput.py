@@ -223,7 +223,7 @@ async def serve(options: argparse.Namespace) -> None:
     worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, host.engine, unused, unused)
     worker.updates.state = WorkerState.SERVING
     limits = host.engine.limits
-    kv = KvClient(Access(), limits.block_size_tokens, 5.0, limits.max_context_tokens * limits.kv_bytes_per_token)
+    kv = KvClient(Access(), (), 5.0, limits.max_context_tokens * limits.kv_bytes_per_token)
     server, port = build_server(config, [*worker.servicers(), *decode_servicers(worker, kv)])
     await server.start()
     await worker.bound(port)

@@ -104,9 +104,9 @@ async def test_a_prompt_is_prefilled_once_and_gone_when_it_is_released(stack):
         refused(await fetched(kv=kv), "NOT_FOUND", "KV_UNKNOWN")
         refused(await decoded(kv), "ABORTED", "KV_TRANSFER_FAILED")
         nowhere = type(kv)(address="127.0.0.1:9", transfer_id="edges")
-        refused(await decoded(nowhere), "ABORTED", "KV_TRANSFER_FAILED")
+        assert refused(await decoded(nowhere), "INVALID_ARGUMENT", "KV_MISMATCH")["field"] == "address"
         itself = type(kv)(address=stack.endpoints["decode-1"], transfer_id="edges")
-        refused(await decoded(itself), "ABORTED", "KV_TRANSFER_FAILED")
+        assert refused(await decoded(itself), "INVALID_ARGUMENT", "KV_MISMATCH")["field"] == "address"
 
 
 async def test_a_version_is_opened_published_and_sealed_in_that_order(stack):

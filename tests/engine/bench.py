@@ -41,6 +41,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, SIZES.vocab_size, length).tolist()
 
 
+def _salt_of(kv: KvPayload | KvReference) -> str:
+    return kv.salt if isinstance(kv, KvReference) else kv.header.salt
+
+
 class Finished:
     """All chunks of one sample, put together."""
 
@@ -99,12 +103,12 @@ class Bench:
         first_route_position: int = 0,
         **sampling: Any,
     ) -> DecodeRequest:
-        """A decode request of a name of its own, under a salt of its own unless told."""
+        """A decode request of a name of its own, under a salt of its own unless told, or that of its KV."""
         name = unique("request")
         return DecodeRequest(
             name,
             list(prompt),
-            unique("salt") if salt is None else salt,
+            (_salt_of(kv) if kv else unique("salt")) if salt is None else salt,
             tuple(f"{name}/{index}" for index in range(samples)),
             Sampling(**{"max_new_tokens": 8, "seed": 7, **sampling}),
             kv,

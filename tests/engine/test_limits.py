@@ -117,9 +117,9 @@ async def test_what_an_engine_cannot_do_it_refuses_by_the_capabilitys_name(bench
         with pytest.raises(Unsupported) as refused:
             await bench.run(request)
         assert refused.value.metadata["capability"] == name
-    header = KvHeader("float32", (), 4, (), bench.version, bench.version)
+    header = KvHeader("float32", (), 4, "salt", 0, bench.version, bench.version)
     for transport in {FRAMES, "nixl", "mooncake"} - set(can.kv_transports):
-        kv = KvReference(transport, b"{}", "t", 4, bench.version, bench.version)
+        kv = KvReference(transport, b"{}", "t", 4, "salt", 0, bench.version, bench.version)
         request = replace(bench.request(prompt_of(5)), kv=KvPayload(header, b"") if transport == FRAMES else kv)
         with pytest.raises(Unsupported, match=transport) as refused:
             await bench.run(request)

@@ -22,7 +22,16 @@ from slipstream.common.config_files import load_config
 from slipstream.common.config_help import help_text
 from slipstream.common.toml import dump_toml
 
-__all__ = ["ENVIRONMENT", "BaseConfig", "ConfigError", "ServiceConfig", "cli", "dump_toml", "load_config"]
+__all__ = [
+    "ENVIRONMENT",
+    "BaseConfig",
+    "ConfigError",
+    "ServiceConfig",
+    "WorkerEndpoint",
+    "cli",
+    "dump_toml",
+    "load_config",
+]
 
 ENVIRONMENT = os.environ
 """The process's environment; services take values from here, never from `os`."""
@@ -68,6 +77,16 @@ class ListenConfig(BaseConfig):
         if not self.advertise and self.host in ("", "0.0.0.0", "::", "[::]"):
             raise ConfigError(f"listen.advertise is required with listen.host {self.host!r}: peers need an address")
         return self.advertise or host_port(self.host, port)
+
+
+class WorkerEndpoint(BaseConfig):
+    """One prefill or decode worker."""
+
+    replica: str
+    """Its name in the run, e.g. "decode-1"."""
+
+    address: str
+    """host:port of its gRPC server."""
 
 
 class AuthConfig(BaseConfig):

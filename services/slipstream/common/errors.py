@@ -303,7 +303,7 @@ class KvUnknown(SlipstreamError):
 
 
 class KvMismatch(SlipstreamError):
-    """The KV sent is not that of this prompt and model: `metadata["field"]`. Prefill again."""
+    """The KV sent is not of this prompt, salt and model, or not of this run: `metadata["field"]`. Prefill again."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "KV_MISMATCH"

@@ -18,7 +18,8 @@ async def run(config: DecodeConfig) -> None:
     def build_pool(worker: Worker, access: Access) -> Pool:
         limits = worker.engine.limits
         limit_bytes = limits.max_context_tokens * limits.kv_bytes_per_token
-        kv = KvClient(access, limits.block_size_tokens, config.kv_timeout_s, limit_bytes)
+        addresses = {worker.address for worker in config.prefill_workers}
+        kv = KvClient(access, addresses, config.kv_timeout_s, limit_bytes)
         loops = {"release_kv": lambda: kv.release_for_ever(config.kv_release_interval_s)}
         return Pool(decode_servicers(worker, kv), loops, kv.close)
 

@@ -1,4 +1,8 @@
-"""Pulls KV from prefill workers by handle, and tells them in batches what they may free."""
+"""Pulls KV from prefill workers by handle, and tells them in batches what they may free.
+
+A handle comes from whoever asks. It is followed to prefill workers of the run alone, as the run's token goes with the
+call; and what it leads to says of what prompt it is, under which salt, for the engine to compare (`engine/checks.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container
 from uuid import uuid4
 
 import grpc
@@ -28,7 +32,6 @@ from slipstream.common.errors import (
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import FRAMES, KvHeader, KvPayload, KvReference
-from slipstream.engine.hashing import block_hashes
 
 log = structlog.get_logger()
 
@@ -54,8 +57,8 @@ class _Pull:
 class KvClient:
     """One channel a prefill worker."""
 
-    def __init__(self, access: Access, block_size_tokens: int, timeout_s: float, limit_bytes: int) -> None:
-        self._block_size_tokens = block_size_tokens
+    def __init__(self, access: Access, prefill_addresses: Container[str], timeout_s: float, limit_bytes: int) -> None:
+        self._prefill_addresses = prefill_addresses
         self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
         """Most KV that a prompt of this model has."""
@@ -63,12 +66,12 @@ class KvClient:
         self._fetched: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         """Of a worker's address and epoch."""
 
-    async def resolve(
-        self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str
-    ) -> KvPayload | KvReference:
+    async def resolve(self, handle: prefill_pb2.KvHandle) -> KvPayload | KvReference:
         """What the engine is given: the bytes, or a lease of what its own connector takes."""
+        if handle.address not in self._prefill_addresses:
+            raise KvMismatch(f"{handle.address} is no prefill worker of this run: prefill_workers", field="address")
         if handle.transport in ("", FRAMES):
-            return await self.fetch(handle, token_ids, salt)
+            return await self.fetch(handle)
         return await self.lease(handle)
 
     async def lease(self, handle: prefill_pb2.KvHandle) -> KvReference:
@@ -84,15 +87,19 @@ class KvClient:
         except asyncio.CancelledError:
             self.release(handle)
             raise
+        except KvMismatch:
+            raise
         except SlipstreamError as error:
             raise _failed(handle, f"{error.reason}: {error.message}") from error
         header = pull.header
         assert header is not None
         return KvReference(
             transport=handle.transport,
-            params=handle.connector_params,
+            params=header.connector_params,
             transfer_id=handle.transfer_id,
             token_count=header.token_count,
+            salt=header.salt,
+            prompt_hash=header.prompt_hash,
             version=PolicyVersion.from_proto(header.version),
             oldest_version=PolicyVersion.from_proto(header.kv_oldest_version),
             lease_s=header.lease_ms / 1000 - (time.monotonic() - started_s),
@@ -105,7 +112,7 @@ class KvClient:
         if len(fetched) < MAX_PENDING_RELEASES:
             fetched.append(handle.transfer_id)
 
-    async def fetch(self, handle: prefill_pb2.KvHandle, token_ids: Sequence[int], salt: str) -> KvPayload:
+    async def fetch(self, handle: prefill_pb2.KvHandle) -> KvPayload:
         """The KV that `handle` names. Ends in `timeout_s`, with `KvTransferFailed` if it did not come."""
         pull = _Pull()
         try:
@@ -113,6 +120,8 @@ class KvClient:
                 await self._fill(handle, pull)
         except TimeoutError:
             raise _failed(handle, f"it did not come in {self._timeout_s:g} s") from None
+        except KvMismatch:
+            raise
         except SlipstreamError as error:
             raise _failed(handle, f"{error.reason}: {error.message}") from error
         header = pull.header
@@ -120,13 +129,13 @@ class KvClient:
         if zlib.crc32(pull.data) != header.crc32:
             raise _failed(handle, "its CRC differs")
         self.release(handle)
-        hashes = block_hashes(salt, token_ids[: header.token_count], self._block_size_tokens)
         return KvPayload(
             KvHeader(
                 dtype=header.dtype,
                 shape=tuple(header.shape),
                 token_count=header.token_count,
-                block_hashes=tuple(hashes),
+                salt=header.salt,
+                prompt_hash=header.prompt_hash,
                 version=PolicyVersion.from_proto(header.version),
                 oldest_version=PolicyVersion.from_proto(header.kv_oldest_version),
             ),

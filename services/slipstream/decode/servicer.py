@@ -96,7 +96,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 raise RequestIdReused("this request is running", request_id=request.request_id)
             self._fetching[request.request_id] = False
             try:
-                job = replace(job, kv=await self._kv.resolve(request.kv, job.token_ids, request.salt))
+                job = replace(job, kv=await self._kv.resolve(request.kv))
             finally:
                 aborted = self._fetching.pop(request.request_id)
             if aborted:

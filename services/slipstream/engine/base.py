@@ -72,6 +72,10 @@ class KvReference:
     """Names it at the prefill engine."""
 
     token_count: int
+    salt: str
+    prompt_hash: int
+    """As in `KvHeader`."""
+
     version: PolicyVersion
     oldest_version: PolicyVersion
 
@@ -112,8 +116,10 @@ class KvHeader:
     """`[layers, 2 (key, value), tokens, kv_heads, head_dim]`."""
 
     token_count: int
-    block_hashes: tuple[int, ...]
-    """Salted hashes of the full blocks among the tokens."""
+    salt: str
+    prompt_hash: int
+    """`hashing.prompt_hash` of the tokens that it was computed of, under that salt. Whoever computed it says both, and
+    an engine takes nothing that is of another prompt, or would be found under another salt."""
 
     version: PolicyVersion
     oldest_version: PolicyVersion

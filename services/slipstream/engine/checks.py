@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.common.errors import ContextTooLong, InvalidRequest, NoWeights, SamplingBiased, Unsupported
+from slipstream.common.errors import ContextTooLong, InvalidRequest, KvMismatch, NoWeights, SamplingBiased, Unsupported
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import (
     FRAMES,
     DecodeRequest,
     EngineCapabilities,
     EngineLimits,
+    KvHeader,
     KvReference,
     PrefillRequest,
     Sampling,
 )
+from slipstream.engine.hashing import prompt_hash
 
 
 def check_prompt(
@@ -75,6 +77,19 @@ def check_decode(
         require(capabilities, "captures_routes")
     if request.kv is not None:
         require_transport(capabilities, request.kv.transport if isinstance(request.kv, KvReference) else FRAMES)
+        _check_kv(request, request.kv if isinstance(request.kv, KvReference) else request.kv.header)
+
+
+def _check_kv(request: DecodeRequest, kv: KvReference | KvHeader) -> None:
+    """Refuse KV that was not computed of this prompt under this salt: it would be cached under the hashes of both."""
+    token_ids = request.token_ids[:-1]
+    for name, theirs, ours in (
+        ("token_count", kv.token_count, len(token_ids)),
+        ("salt", kv.salt, request.salt),
+        ("prompt_hash", kv.prompt_hash, prompt_hash(request.salt, token_ids)),
+    ):
+        if theirs != ours:
+            raise KvMismatch(f"KV is of {name} {theirs!r}, and the prompt's is {ours!r}", field=name)
 
 
 def check_unbiased(sampling: Sampling) -> None:

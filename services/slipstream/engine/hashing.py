@@ -27,6 +27,12 @@ def block_hashes(salt: str, token_ids: Sequence[int], block_size: int) -> list[i
     return hashes
 
 
+def prompt_hash(salt: str, token_ids: Sequence[int]) -> int:
+    """The hash of all of these tokens, those beyond the last full block too: a chain of one block."""
+    block = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    return int.from_bytes(chain(root(salt), block), "little")
+
+
 def root(salt: str) -> bytes:
     """What stands for the parent of a first block."""
     return hashlib.blake2b(salt.encode(), digest_size=8).digest()

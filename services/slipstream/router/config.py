@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from slipstream.common.config import BaseConfig, ServiceConfig
-
-
-class WorkerEndpoint(BaseConfig):
-    """One worker that the router may offer."""
-
-    replica: str
-    """Its name in the run, e.g. "decode-1"."""
-
-    address: str
-    """host:port of its gRPC server."""
+from slipstream.common.config import ServiceConfig, WorkerEndpoint
 
 
 class RouterConfig(ServiceConfig):

@@ -17,13 +17,13 @@ from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.config import ListenConfig
+from slipstream.common.config import ListenConfig, WorkerEndpoint
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.runtime import build_server
 from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
 from slipstream.router.__main__ import run
-from slipstream.router.config import RouterConfig, WorkerEndpoint
+from slipstream.router.config import RouterConfig
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 REPORT_PERIOD_S = 0.05

@@ -158,6 +158,18 @@ class Member:
         await self.worker.close()
 
 
+class _PrefillPool:
+    """Addresses of a cluster's prefill workers; they come and go, and a test may lead one through a wire."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __contains__(self, address: object) -> bool:
+        workers = [member.worker.identity for member in self._cluster.members]
+        pool = {worker.address for worker in workers if worker.role == worker_pb2.WORKER_ROLE_PREFILL}
+        return address in pool | self._cluster.other_prefill_addresses
+
+
 class Cluster:
     """The two pools and the broadcaster; models by seed, versions published by the test."""
 
@@ -167,6 +179,8 @@ class Cluster:
         self.run_dir = run_dir
         self.state = SharedState()
         self.members: list[Member] = []
+        self.other_prefill_addresses: set[str] = set()
+        """Of processes, and of workers that are gone."""
         self.models: dict[PolicyVersion, Any] = {}
         self.sizes = kind.sizes
         self.seeds: dict[PolicyVersion, int] = {}
@@ -275,7 +289,7 @@ class Cluster:
             servicers = prefill_servicers(worker, TRANSFER_TTL_S)
         else:
             worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, engine, transport, self.state, ranks.get)
-            kv = KvClient(Access(), engine.limits.block_size_tokens, config.kv_timeout_s, limit_bytes=1 << 24)
+            kv = KvClient(Access(), _PrefillPool(self), config.kv_timeout_s, limit_bytes=1 << 24)
             servicers = decode_servicers(worker, kv)
         server, port = build_server(config, [*worker.servicers(), *servicers])
         await server.start()

@@ -90,6 +90,7 @@ async def start_prefiller(cluster: Cluster, replica: str, valkey_url: str, **fie
     values = {"replica": replica, "listen": ListenConfig(port=port), "broadcaster": f"127.0.0.1:{cluster.port}"}
     config = cluster.make_config(PrefillConfig, **values, redis_url=valkey_url, **fields)
     process = WorkerProcess(cluster, config, f"127.0.0.1:{port}")
+    cluster.other_prefill_addresses.add(process.address)
     process.start()
     await process.up()
     return process

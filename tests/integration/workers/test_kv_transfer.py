@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.api.inference.v1 import prefill_pb2, prefill_pb2_grpc
 from slipstream.common.auth import Access
-from slipstream.common.errors import KvTransferFailed, Unreachable
+from slipstream.common.errors import KvMismatch, KvTransferFailed, Unreachable
 from slipstream.common.frames import encode_data, encode_header
 from slipstream.common.runtime import build_server
 from slipstream.common.version import PolicyVersion
@@ -21,7 +21,6 @@ from slipstream.decode.config import DecodeConfig
 from slipstream.decode.kv_client import KvClient
 
 KV = bytes(range(256)) * 40
-TOKENS = list(range(11))
 
 
 class Peer(prefill_pb2_grpc.KvServiceServicer):
@@ -47,6 +46,8 @@ class Peer(prefill_pb2_grpc.KvServiceServicer):
                 crc32=crc,
                 version=version,
                 kv_oldest_version=version,
+                salt="salt",
+                prompt_hash=7,
             )
         )
         rest = KV[request.offset_bytes :]
@@ -72,8 +73,9 @@ async def pulling(make_config, fault: str, timeout_s: float = 5.0) -> AsyncItera
     add = prefill_pb2_grpc.add_KvServiceServicer_to_server
     server, port = build_server(make_config(DecodeConfig), [(add, peer, "slipstream.api.inference.v1.KvService")])
     await server.start()
-    client = KvClient(Access(), 4, timeout_s, limit_bytes=1 << 20)
-    handle = prefill_pb2.KvHandle(address=f"127.0.0.1:{port}", transfer_id="g.0", token_count=10)
+    address = f"127.0.0.1:{port}"
+    client = KvClient(Access(), {address}, timeout_s, limit_bytes=1 << 20)
+    handle = prefill_pb2.KvHandle(address=address, transfer_id="g.0", token_count=10)
     yield peer, client, handle
     await client.close()
     await server.stop(None)
@@ -81,10 +83,10 @@ async def pulling(make_config, fault: str, timeout_s: float = 5.0) -> AsyncItera
 
 async def test_a_broken_transfer_goes_on_from_its_offset_and_is_released(make_config):
     async with pulling(make_config, "breaks once") as (peer, client, handle):
-        payload = await client.fetch(handle, TOKENS, "salt")
+        payload = await client.resolve(handle)
         assert bytes(payload.data) == KV
         assert peer.offsets == [0, 100]
-        assert len(payload.header.block_hashes) == 2
+        assert (payload.header.salt, payload.header.prompt_hash) == ("salt", 7)
         await client.release_fetched()
         assert peer.released == ["g.0"]
 
@@ -94,6 +96,19 @@ async def test_kv_that_does_not_come_whole_is_a_failed_transfer_in_bounded_time(
     async with pulling(make_config, fault, timeout_s=1.0) as (_, client, handle):
         started_s = time.monotonic()
         with pytest.raises(KvTransferFailed) as failed:
-            await client.fetch(handle, TOKENS, "salt")
+            await client.resolve(handle)
         assert time.monotonic() - started_s < 3
         assert failed.value.metadata["address"] == handle.address
+
+
+async def test_a_handle_leads_to_prefill_workers_of_the_run_and_nowhere_else(make_config):
+    """The run's token goes with each call."""
+    async with pulling(make_config, "none") as (peer, _, handle):
+        client = KvClient(Access(), {"127.0.0.1:9"}, 1.0, limit_bytes=1 << 20)
+        for transport in ("frames", "nixl"):
+            handle.transport = transport
+            with pytest.raises(KvMismatch) as refused:
+                await client.resolve(handle)
+            assert refused.value.metadata["field"] == "address"
+        await client.close()
+        assert not peer.offsets

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.common.config import ListenConfig
+from slipstream.common.config import ListenConfig, WorkerEndpoint
 from slipstream.common.version import PolicyVersion
 from slipstream.decode.config import DecodeConfig
 from slipstream.engine.base import DecodeRequest
-from slipstream.router.config import WorkerEndpoint
 from slipstream.runner.rollout import LENGTH, Rollout
 from slipstream.runner.turns import Conversation
 from tests.integration.workers.conftest import Cluster, Member, free_ports

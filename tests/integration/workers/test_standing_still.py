@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from slipstream.api.inference.v1 import worker_pb2
+from slipstream.common.config import WorkerEndpoint
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.embedded.config import EmbeddedConfig
-from slipstream.router.config import WorkerEndpoint
 from tests.integration.workers.processes import start_prefiller
 from tests.integration.workers.test_turns import prompt_rows, tokens
 

@@ -14,12 +14,12 @@ from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.config import ListenConfig
+from slipstream.common.config import ListenConfig, WorkerEndpoint
 from slipstream.common.errors import SlipstreamError, StateUnavailable, rpc_errors
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.hashing import block_hashes
 from slipstream.router.__main__ import run
-from slipstream.router.config import RouterConfig, WorkerEndpoint
+from slipstream.router.config import RouterConfig
 from slipstream.runner.peers import Peers
 from slipstream.runner.turns import Conversation, TurnClient
 from slipstream.runner.watch import WorkerWatch

@@ -291,7 +291,7 @@ class EngineCore:
             return
         request = job.owner
         result = PrefillResult(request.request_id, job.end, job.start, self.version, oldest)
-        self.transfers[request.request_id] = Transfer(result, job.blocks, tuple(job.hashes))
+        self.transfers[request.request_id] = Transfer(result, job.blocks)
         if request.capture_routes:
             self._emit_prompt_routes(job)
         self._outputs.append(PrefillDone(request.request_id, self.transfers[request.request_id]))

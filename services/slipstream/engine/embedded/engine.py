@@ -46,6 +46,7 @@ from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
+from slipstream.engine.hashing import prompt_hash
 from slipstream.engine.pulse import Pulse
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.tensors import check_tensors
@@ -238,6 +239,7 @@ class EmbeddedEngine:
         if transfer_id not in self._transfers:
             raise KvUnknown("released, expired, or never held", transfer_id=transfer_id)
         transfer, _ = self._transfers[transfer_id]
+        request, _ = self._prefills[transfer_id]
         count = transfer.result.token_count
         # Read here, beside the engine's thread: it never writes to blocks that are held.
         with torch.inference_mode():
@@ -246,7 +248,8 @@ class EmbeddedEngine:
             dtype="float32",
             shape=tuple(kv.shape),
             token_count=count,
-            block_hashes=transfer.block_hashes,
+            salt=request.salt,
+            prompt_hash=prompt_hash(request.salt, request.token_ids[:count]),
             version=transfer.result.version,
             oldest_version=transfer.result.kv_oldest_version,
         )

@@ -23,7 +23,6 @@ class Transfer:
 
     result: PrefillResult
     blocks: list[int]
-    block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ import numpy as np
 
 from slipstream.common.errors import (
     EngineFull,
-    KvMismatch,
     KvTransferFailed,
     NoWeights,
     RequestAborted,
@@ -419,8 +418,6 @@ class VllmEngine:
 
     def check(self, request: DecodeRequest) -> None:
         check_decode(request, self._version, self.limits, self.capabilities)
-        if isinstance(request.kv, KvReference) and request.kv.token_count != len(request.token_ids) - 1:
-            raise KvMismatch(f"KV of {request.kv.token_count} tokens is not of this prompt", field="token_count")
         if request.request_id in self._open:
             raise RequestIdReused("this request is running", request_id=request.request_id)
         limit = self._config.max_waiting_requests

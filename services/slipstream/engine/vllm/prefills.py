@@ -19,6 +19,7 @@ import numpy as np
 from slipstream.common.errors import EngineFull, KvUnknown, RequestAborted, RequestIdReused
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
+from slipstream.engine.hashing import prompt_hash
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
@@ -221,6 +222,8 @@ class Prefills:
             params=params,
             transfer_id=request.request_id,
             token_count=count,
+            salt=request.salt,
+            prompt_hash=prompt_hash(request.salt, request.token_ids[:count]),
             version=self.version,
             oldest_version=oldest,
         )
