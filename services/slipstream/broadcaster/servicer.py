@@ -25,6 +25,7 @@ from slipstream.common.frames import (
     skip_rest,
 )
 from slipstream.common.version import PolicyVersion
+from slipstream.weights.adapter import Adapter, name_end
 from slipstream.weights.manifest import Probe, WeightSlice, fits
 
 log = structlog.get_logger()
@@ -87,7 +88,10 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
         probe = Probe.from_proto(request.probe) if request.HasField("probe") else None
         if probe is not None and len(probe.logprobs) != len(probe.token_ids) - 1:
             raise InvalidRequest("one log-probability for each token but the first", field="probe.logprobs")
-        manifest = self._store.seal(version, probe)
+        adapter = Adapter.from_proto(request.adapter) if request.HasField("adapter") else None
+        if adapter is not None and not adapter.name.endswith(name_end(version)):
+            raise InvalidRequest(f"the name must end in {name_end(version)!r}", field="adapter.name")
+        manifest = self._store.seal(version, probe, adapter)
         self._publications.announce()
         log.info("version_sealed", policy_version=str(version), size_bytes=manifest.size_bytes)
         return broadcast_pb2.SealVersionResponse(manifest=manifest.to_proto())

@@ -34,6 +34,7 @@ from slipstream.common.errors import (
     WeightVersionUnknown,
 )
 from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.weights.adapter import Adapter
 from slipstream.weights.manifest import Manifest, Probe, WeightSlice, check_geometry
 
 log = structlog.get_logger()
@@ -149,7 +150,7 @@ class VersionStore:
         self._writing.discard(writer)
         writer.discard()
 
-    def seal(self, version: PolicyVersion, probe: Probe | None) -> Manifest:
+    def seal(self, version: PolicyVersion, probe: Probe | None, adapter: Adapter | None = None) -> Manifest:
         """Make a version visible. A repeat answers the same."""
         if version in self._sealed:
             return self._sealed[version].manifest
@@ -161,10 +162,13 @@ class VersionStore:
             raise ShardsMissing(f"ranks {ranks} have not published {version}", missing_ranks=ranks)
         if self.newest is not None and version < self.newest:
             raise VersionNotNewer(f"{self.newest} was sealed meanwhile", newest=self.newest)
+        if adapter is not None and adapter.base_version not in (version, *self._sealed):
+            base = adapter.base_version
+            raise WeightVersionUnknown(f"{base} is not here, which {version} is added to", version=base)
         shards = [opened.shards[rank] for rank in range(opened.rank_count)]
         slices = tuple(part for shard in shards for part in shard.slices)
         check_geometry(slices)
-        manifest = Manifest(version, slices, probe, sealed_unix_ms=int(time.time() * 1000))
+        manifest = Manifest(version, slices, probe, sealed_unix_ms=int(time.time() * 1000), adapter=adapter)
         document = {
             "manifest": json_format.MessageToDict(manifest.to_proto(), preserving_proto_field_name=True),
             "shards": [{"slice_count": len(s.slices), "data_offset_bytes": s.data_offset_bytes} for s in shards],
@@ -208,9 +212,12 @@ class VersionStore:
             self._readers += Counter()  # drops the zeros
 
     def prune(self, keep_count: int, needed: Collection[PolicyVersion]) -> list[PolicyVersion]:
-        """Drop versions that are not among the newest `keep_count`, not `needed` and not being read."""
+        """Drop versions but the newest `keep_count`, those `needed`, those being read, and what these are added to."""
         newest = self.versions[-keep_count:]
-        gone = [v for v in self.versions if v not in newest and v not in needed and not self._readers[v]]
+        kept = {v for v in self.versions if v in newest or v in needed or self._readers[v]}
+        adapters = (self._sealed[version].manifest.adapter for version in tuple(kept))
+        kept |= {adapter.base_version for adapter in adapters if adapter is not None}
+        gone = [version for version in self.versions if version not in kept]
         for version in gone:
             del self._sealed[version]
             shutil.rmtree(self._root / str(version), ignore_errors=True)

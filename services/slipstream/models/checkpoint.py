@@ -10,15 +10,22 @@ from torch import Tensor
 
 from slipstream.common.config import ConfigError
 from slipstream.models.base import Model, Sizes
+from slipstream.models.lora.adapters import adapters_of
 from slipstream.models.registry import find_architecture, save_sizes
 from slipstream.models.shards import SHARD_BYTES, ShardReader, check_shapes, write_shards
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def to_hf(model: Model) -> dict[str, Tensor]:
-    """Contiguous float32 tensors by Hugging Face name. Some share memory with the live parameters: copy to keep."""
-    return {name: _matrix(view).contiguous() for name, view in model.hf_views().items()}
+def to_hf(model: Model, *, merged: bool = True) -> dict[str, Tensor]:
+    """Contiguous float32 tensors by Hugging Face name, with what adapters add unless they are not to be `merged`.
+
+    Some share memory with the live parameters: copy to keep.
+    """
+    return {
+        name: (_weight(model, name, view) if merged else _matrix(view)).contiguous()
+        for name, view in model.hf_views().items()
+    }
 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
@@ -44,11 +51,11 @@ def load_hf(model: Model, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save_model(model: Model, model_dir: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `config.json` and the weights, each file whole or not at all. Raises `DiskFull`."""
+    """Write `config.json` and the weights, adapters merged, each file whole or not at all. Raises `DiskFull`."""
     save_sizes(model.sizes, model_dir)
     views = model.hf_views()
     sizes_bytes = {name: view.numel() * view.element_size() for name, view in views.items()}
-    write_shards(model_dir, sizes_bytes, lambda name: _matrix(views[name]), shard_bytes)
+    write_shards(model_dir, sizes_bytes, lambda name: _weight(model, name, views[name]), shard_bytes)
 
 
 @torch.no_grad()
@@ -79,6 +86,11 @@ def check_source(expected: Mapping[str, tuple[int, ...]], reader: ShardReader) -
             raise ValueError(f"{HEAD} is not {EMBEDDING}, though config.json says tie_word_embeddings")
         del found[HEAD]
     check_shapes(expected, found)
+
+
+def _weight(model: Model, name: str, view: Tensor) -> Tensor:
+    adapters = adapters_of(model)
+    return _matrix(view) if adapters is None else adapters.merged(name, _matrix(view))
 
 
 def _matrix(view: Tensor) -> Tensor:

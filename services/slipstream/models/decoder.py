@@ -63,6 +63,7 @@ def attention_views(prefix: str, attention: Any) -> dict[str, Tensor]:
         for name, module in modules.items()
         if module is not None
         for kind, parameter in module.named_parameters()
+        if kind in ("weight", "bias")
     }
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
+from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.trainer.loss_config import LossConfig, MaskedRatioLossConfig
 from slipstream.trainer.optim_config import Beta, OptimConfig
@@ -76,6 +77,8 @@ class TrainerConfig(ServiceConfig):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = MaskedRatioLossConfig()
     sft: SftConfig = SftConfig()
+    lora: LoraConfig | None = None
+    """Train low-rank adapters alone, from the first step on; the warm-up trains all weights."""
 
     environments: list[EnvironmentConfig] = Field(default_factory=list)
     """Environments whose demonstrations the warm-up learns from."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
@@ -40,6 +41,7 @@ from slipstream.trainer.sequence import version_number
 from slipstream.trainer.status import Status, request_id
 from slipstream.trainer.timeline import Timeline
 from slipstream.trainer.torch_thread import TorchThread
+from slipstream.weights.adapter import Adapter, adapter_name
 from slipstream.weights.manifest import Probe
 from slipstream.weights.transport import WeightTransport
 
@@ -75,6 +77,11 @@ class _Snapshot:
 
     tensors: Mapping[str, np.ndarray]
     probe: Probe
+    adapter: Adapter | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,8 @@ class TrainingLoop:
         self.saved = asyncio.Event()
         """Cleared while the final weights are being written."""
         self.saved.set()
+        self._base: PolicyVersion | None = None
+        """The version whose weights adapters are added to."""
         self._timeline = Timeline(config.timeline_file, config.timeline_limit_bytes)
 
     async def run(self) -> None:
@@ -128,7 +137,8 @@ class TrainingLoop:
         await self._torch.start()
         learner, figures = await self._torch.run(self._start, self._config, self._status)
         now_s = time.time()
-        await self._publish(await self._snapshot(learner), _Step(self._version(0), figures, now_s, now_s))
+        version = self._version(0)
+        await self._publish(await self._snapshot(learner, version), _Step(version, figures, now_s, now_s))
         last = await self._steps(learner)
         self._status.enter("saving")
         self.saved.clear()
@@ -197,7 +207,7 @@ class TrainingLoop:
         if metrics["step_skipped"]:
             log.error("step_skipped", step=version.step, detail="the loss or its gradient is not finite")
         exported_s = time.monotonic()
-        snapshot = await self._snapshot(learner)
+        snapshot = await self._snapshot(learner, version)
         metrics["export_s"] = time.monotonic() - exported_s
         self._status.metrics = metrics
         telemetry.step_trained(metrics)
@@ -239,25 +249,38 @@ class TrainingLoop:
         self._status.enter("fetching")
         return time.monotonic()
 
-    async def _snapshot(self, learner: Learner) -> _Snapshot:
-        """Copies of the weights, and what they say of the probe."""
+    async def _snapshot(self, learner: Learner, version: PolicyVersion) -> _Snapshot:
+        """Copies of the weights, or of the adapter alone once the rest is published, and what they say of the probe."""
         config = self._config
         prompts = probe_prompts(learner.model.sizes.vocab_size, config.probe_tokens, config.seed)
-        tensors = await self._torch.run(learner.export)
+        adapter = None
+        if config.lora is None or config.lora.publish == "merged":
+            tensors = await self._torch.run(learner.export)
+        else:
+            whole, self._base = self._base is None, self._base or version
+            tensors = await self._torch.run(partial(learner.export_adapter, with_base=whole))
+            name = adapter_name(config.run_dir.name, version)
+            adapter = Adapter(name, self._base, config.lora.rank, config.lora.alpha)
         prompt, logps = await self._torch.run(choose_probe, prompts, learner.probe)
-        return _Snapshot(tensors, Probe(prompt, tuple(logps), config.probe_tolerance))
+        return _Snapshot(tensors, Probe(prompt, tuple(logps), config.probe_tolerance), adapter)
 
     async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
         """Seal the version at the broadcaster, then report its step."""
         started_s = time.monotonic()
         with self._timeline.interval("publish", step=step.version.step):
-            await self._retry(lambda: self._transport.publish(step.version, snapshot.tensors, snapshot.probe))
+            await self._retry(
+                lambda: self._transport.publish(step.version, snapshot.tensors, snapshot.probe, snapshot.adapter)
+            )
         self._status.version = step.version
         telemetry.phase_seconds.labels("publish").observe(time.monotonic() - started_s)
         request = batch_pb2.ReportStepRequest(
             request_id=request_id("step"),
             version=step.version.to_proto(),
-            metrics={**step.metrics, "publish_s": time.monotonic() - started_s},
+            metrics={
+                **step.metrics,
+                "publish_s": time.monotonic() - started_s,
+                "published_bytes": float(snapshot.size_bytes),
+            },
             started_unix_ms=int(step.started_s * 1000),
             finished_unix_ms=int(step.finished_s * 1000),
             skipped=step.skipped,
@@ -293,13 +316,18 @@ class TrainingLoop:
 
 
 def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
-    """Write the final weights as a model directory that another run can start from."""
+    """Write the final weights as a model directory that another run can start from, and adapters by themselves, too."""
     from slipstream.models.checkpoint import save_model
+    from slipstream.models.lora.adapters import adapters_of
+    from slipstream.models.lora.peft import save_adapters
 
     final = config.run_dir / "checkpoints" / "final"
+    adapters = adapters_of(learner.model)
 
     def save() -> None:
         save_model(learner.model, final)
+        if adapters is not None:  # beside it: in it, transformers would add them once more
+            save_adapters(adapters, str(config.model_dir.resolve()), config.run_dir / "checkpoints" / "adapter")
         if (config.model_dir / TOKENIZER_FILE).exists():
             replace_file(final / TOKENIZER_FILE, (config.model_dir / TOKENIZER_FILE).read_bytes())
 

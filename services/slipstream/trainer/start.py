@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called."""
+    from slipstream.models.lora.adapters import attach
     from slipstream.trainer.frozen import FrozenModels
     from slipstream.trainer.step import Learner
 
@@ -33,6 +34,8 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
         status.metrics = sft_figures(progress)
 
     model, figures = make_model(config, on_progress, status)
+    if config.lora is not None:
+        attach(model, config.lora, config.seed)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
     return Learner(model, config.optim, config.loss, FrozenModels.load(config)), figures
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from slipstream.algorithms.tokens import LossTokens, StepTotals
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
+from slipstream.models.lora.adapters import adapters_of
 from slipstream.trainer.clock import PhaseClock
 from slipstream.trainer.cost import ModelCost, memory
 from slipstream.trainer.figures import StepFigures, TokenFigures
@@ -178,5 +179,13 @@ class Learner:
 
     @torch.no_grad()
     def export(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of all weights by Hugging Face name: later steps leave them alone."""
+        """Copies of all weights by Hugging Face name, adapters merged: later steps leave them alone."""
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
+
+    @torch.no_grad()
+    def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
+        """Copies of the adapter's tensors, and of the weights that it is added to."""
+        adapters = adapters_of(self.model)
+        assert adapters is not None
+        tensors = {**(to_hf(self.model, merged=False) if with_base else {}), **adapters.tensors()}
+        return {name: tensor.numpy().copy() for name, tensor in tensors.items()}

@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common.errors import Unsupported, WeightsCorrupt
 from slipstream.common.version import PolicyVersion
+from slipstream.weights.adapter import Adapter
 from slipstream.weights.checksum import slice_checksum
 
 _DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
@@ -91,6 +92,8 @@ class Manifest:
     slices: tuple[WeightSlice, ...]
     probe: Probe | None = None
     sealed_unix_ms: int = 0
+    adapter: Adapter | None = None
+    """What it is to be added to, if it is no whole model."""
 
     @property
     def size_bytes(self) -> int:
@@ -103,6 +106,7 @@ class Manifest:
             tuple(WeightSlice.from_proto(part) for part in message.slices),
             Probe.from_proto(message.probe) if message.HasField("probe") else None,
             message.sealed_unix_ms,
+            Adapter.from_proto(message.adapter) if message.HasField("adapter") else None,
         )
 
     def to_proto(self) -> broadcast_pb2.Manifest:
@@ -112,6 +116,7 @@ class Manifest:
             size_bytes=self.size_bytes,
             probe=None if self.probe is None else self.probe.to_proto(),
             sealed_unix_ms=self.sealed_unix_ms,
+            adapter=None if self.adapter is None else self.adapter.to_proto(),
         )
 
 

@@ -35,6 +35,7 @@ from slipstream.common.frames import (
     read_header,
 )
 from slipstream.common.version import PolicyVersion
+from slipstream.weights.adapter import Adapter
 from slipstream.weights.manifest import Manifest, Probe, WeightSlice, assemble, check_geometry, describe_tensors
 
 log = structlog.get_logger()
@@ -50,8 +51,13 @@ MAX_ATTEMPTS = 5
 class WeightTransport(Protocol):
     """Moves the weights of one version from where they are trained to where they serve."""
 
-    async def publish(self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe) -> Manifest:
-        """Publish and seal a version of whole tensors by Hugging Face name. A repeat answers the same."""
+    async def publish(
+        self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe, adapter: Adapter | None = None
+    ) -> Manifest:
+        """Publish and seal a version of whole tensors by Hugging Face name. A repeat answers the same.
+
+        `adapter`: among them are the halves of one.
+        """
         ...
 
     async def manifest(self, version: PolicyVersion | None = None) -> Manifest:
@@ -94,7 +100,9 @@ class GrpcWeightTransport:
         self._fetch_slices = raw_unary_stream(channel, f"{_SERVICE}/FetchSlices")
         self._timeout_s = timeout_s
 
-    async def publish(self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe) -> Manifest:
+    async def publish(
+        self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe, adapter: Adapter | None = None
+    ) -> Manifest:
         slices, buffers = describe_tensors(tensors)
         try:
             await self.open_version(version)
@@ -104,7 +112,7 @@ class GrpcWeightTransport:
             if there.slices != slices:
                 raise
             return there
-        return await self.seal_version(version, probe)
+        return await self.seal_version(version, probe, adapter)
 
     async def open_version(self, version: PolicyVersion, rank_count: int = 1) -> None:
         request = broadcast_pb2.OpenVersionRequest(
@@ -128,9 +136,12 @@ class GrpcWeightTransport:
         response: broadcast_pb2.PublishShardResponse = await self._call(self._publish_shard, messages())
         return response.size_bytes
 
-    async def seal_version(self, version: PolicyVersion, probe: Probe) -> Manifest:
+    async def seal_version(self, version: PolicyVersion, probe: Probe, adapter: Adapter | None = None) -> Manifest:
         request = broadcast_pb2.SealVersionRequest(
-            request_id=uuid4().hex, version=version.to_proto(), probe=probe.to_proto()
+            request_id=uuid4().hex,
+            version=version.to_proto(),
+            probe=probe.to_proto(),
+            adapter=None if adapter is None else adapter.to_proto(),
         )
         return Manifest.from_proto((await self._call(self._stub.SealVersion, request)).manifest)
 

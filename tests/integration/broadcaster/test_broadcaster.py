@@ -20,6 +20,7 @@ from slipstream.common.channel import open_channel
 from slipstream.common.runtime import build_server
 from slipstream.common.state import PUBLISHED, SERVING, State
 from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.weights.adapter import Adapter, adapter_name
 from slipstream.weights.manifest import Probe, describe_tensors
 from slipstream.weights.transport import GrpcWeightTransport
 
@@ -252,6 +253,26 @@ async def test_pruning_keeps_the_newest_the_served_and_what_is_read(broadcaster)
     with pytest.raises(errors.WeightVersionUnknown):
         await broadcaster.transport.manifest(V[2])
     assert sorted(path.name for path in (broadcaster.config.run_dir / "versions").iterdir()) == ["1.4", "1.5", "1.6"]
+
+
+async def test_an_adapter_needs_a_name_of_its_own_and_a_base_that_stays(broadcaster):
+    publish, state = broadcaster.transport.publish, broadcaster.state
+
+    def adapter(version: PolicyVersion, base: PolicyVersion) -> Adapter:
+        return Adapter(adapter_name("run", version), base, 2, 4.0)
+
+    with pytest.raises(errors.InvalidRequest) as refused:
+        await publish(V[1], weights(1, 10), PROBE, adapter(V[2], V[1]))
+    assert refused.value.metadata["field"] == "adapter.name"
+    with pytest.raises(errors.WeightVersionUnknown):
+        await publish(V[1], weights(1, 10), PROBE, adapter(V[1], V[0]))
+    manifests = [await publish(v, weights(v.step, 10), PROBE, adapter(v, V[1])) for v in V[1:7]]
+    assert [manifest.adapter for manifest in manifests] == [adapter(version, V[1]) for version in V[1:7]]
+    state.versions[SERVING] = V[6]
+    assert await broadcaster.publications.prune() == [V[2], V[3]]
+    await broadcaster.restart()
+    assert await broadcaster.transport.manifest(V[6]) == manifests[-1]
+    assert broadcaster.store.versions == [V[1], V[4], V[5], V[6]]
 
 
 async def test_a_full_store_refuses_until_it_is_pruned(broadcaster):

@@ -26,6 +26,8 @@ from slipstream.common.config import ServiceConfig
 from slipstream.common.frames import encode_header, iter_data, iter_frames, raw_requests, read_header
 from slipstream.common.runtime import build_server
 from slipstream.common.version import PolicyVersion
+from slipstream.models.lora.adapters import attach
+from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
 from slipstream.trainer.config import TrainerConfig
@@ -37,6 +39,7 @@ from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.status import Status
 from slipstream.trainer.step import Learner
 from slipstream.trainer.torch_thread import TorchThread
+from slipstream.weights.adapter import Adapter
 from slipstream.weights.manifest import describe_tensors
 from slipstream.weights.transport import GrpcWeightTransport
 
@@ -87,6 +90,7 @@ class Broadcaster(broadcast_pb2_grpc.BroadcastServiceServicer):
         self.bytes: dict[PolicyVersion, bytearray] = {}
         self.sealed: list[PolicyVersion] = []
         self.probes: list[broadcast_pb2.Probe] = []
+        self.adapters: list[Adapter] = []
 
     async def OpenVersion(self, request, context):
         self.bytes[PolicyVersion.from_proto(request.version)] = bytearray()
@@ -103,6 +107,8 @@ class Broadcaster(broadcast_pb2_grpc.BroadcastServiceServicer):
     async def SealVersion(self, request, context):
         self.sealed.append(PolicyVersion.from_proto(request.version))
         self.probes.append(request.probe)
+        if request.HasField("adapter"):
+            self.adapters.append(Adapter.from_proto(request.adapter))
         manifest = broadcast_pb2.Manifest(version=request.version, probe=request.probe)
         return broadcast_pb2.SealVersionResponse(manifest=manifest)
 
@@ -237,6 +243,8 @@ class World:
 def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
     model = build_model(SIZES)
     init_weights(model, config.seed)
+    if config.lora is not None:
+        attach(model, config.lora, config.seed)
     return Learner(model, config.optim, config.loss), {"sft_accuracy": 0.4}
 
 
@@ -285,6 +293,28 @@ async def test_each_plan_becomes_a_sealed_version(tmp_path, torch_thread):
     lines = (tmp_path / "timeline" / "trainer.jsonl").read_text().splitlines()
     kinds = Counter(json.loads(line)["kind"] for line in lines)
     assert kinds == {"train_step": STEPS, "publish": STEPS + 1}
+    assert (tmp_path / "checkpoints" / "final" / "model.safetensors").exists()
+
+
+async def test_adapters_are_published_alone_once_the_weights_are(tmp_path, torch_thread):
+    world = World()
+    lora = LoraConfig(rank=2)
+    config = TrainerConfig(run_dir=tmp_path, optim=OptimConfig(total_steps=STEPS), rows_timeout_s=5, lora=lora)
+    async with world.serve():
+        world.orchestrator.plans = [world.plan(step) for step in range(1, STEPS + 1)]
+        await training_loop(world, config, torch_thread, Status()).train()
+    versions = [PolicyVersion(1, step) for step in range(STEPS + 1)]
+    assert world.broadcaster.adapters == [
+        Adapter(f"{tmp_path.name}-1-{version.step}", versions[0], 2, lora.alpha) for version in versions
+    ]
+    sizes = [len(world.broadcaster.bytes[version]) for version in versions]
+    learner, _ = start(config, Status())
+    adapter = sum(array.nbytes for array in learner.export_adapter(with_base=False).values())
+    weights = sum(array.nbytes for array in learner.export().values())
+    assert sizes == [weights + adapter] + [adapter] * STEPS
+    assert [report.metrics["published_bytes"] for report in world.orchestrator.reports] == sizes
+    names = {path.name for path in (tmp_path / "checkpoints" / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
     assert (tmp_path / "checkpoints" / "final" / "model.safetensors").exists()
 
 

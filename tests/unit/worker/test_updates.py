@@ -13,6 +13,7 @@ from slipstream.common import errors
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import PausedEngine, UpdateReport
 from slipstream.engine.worker.updates import WorkerState, WorkerUpdates
+from slipstream.weights.adapter import Adapter, adapter_name
 from slipstream.weights.manifest import Manifest, Probe, describe_tensors
 
 V = [PolicyVersion(1, step) for step in range(6)]
@@ -68,7 +69,19 @@ class ArrayTransport:
         async with self.sealed:
             self.sealed.notify_all()
 
-    async def publish(self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe) -> Manifest:
+    async def put_adapter(self, version: PolicyVersion, base: PolicyVersion, value: float) -> None:
+        """What adds `value` to each weight; with the weights, if it is its own base."""
+        halves = {"A": np.ones((1, 4), np.float32), "B": np.full((4, 1), value, np.float32)}
+        tensors = {f"base_model.model.w.lora_{half}.weight": tensor for half, tensor in halves.items()}
+        if base == version:
+            tensors["w.weight"] = np.full((4, 4), 100.0, np.float32)
+        slices, _ = describe_tensors(tensors)
+        adapter = Adapter(adapter_name("run", version), base, 1, 1.0)
+        self.published[version] = Manifest(version, slices, Probe((1, 2), (-1.0,), 0.01), adapter=adapter), tensors
+
+    async def publish(
+        self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe, adapter: Adapter | None = None
+    ) -> Manifest:
         raise AssertionError("workers do not publish")
 
     async def manifest(self, version: PolicyVersion | None = None) -> Manifest:
@@ -228,6 +241,42 @@ async def test_a_failed_check_puts_the_old_weights_back(bench, fault):
     bench.engine.damage, bench.engine.probe_error = lambda held: None, 0.0
     await bench.bring_to(V[2], "again")
     assert bench.updates.state is WorkerState.SERVING
+
+
+def adapting_bench() -> Bench:
+    bench = Bench()
+    bench.engine.shapes = {"w.weight": (4, 4)}
+    return bench
+
+
+async def test_an_adapter_is_added_to_its_base_which_is_fetched_once():
+    bench = adapting_bench()
+    await bench.transport.put_adapter(V[0], V[0], 0.0)
+    await bench.transport.put_adapter(V[1], V[0], 1.0)
+    await bench.transport.put_adapter(V[2], V[0], 5.0)
+    for version, expected in ((V[0], 100.0), (V[1], 101.0), (V[2], 105.0)):
+        await bench.bring_to(version)
+        assert (bench.engine.held["w.weight"] == expected).all()
+    assert bench.transport.fetches == V[:3]
+
+    late = adapting_bench()
+    late.transport = late.updates._transport = bench.transport
+    fetched = await late.updates.begin("late", KEEPER, V[2], 10)
+    manifests = [bench.transport.published[version][0] for version in (V[0], V[2])]
+    assert fetched == sum(manifest.size_bytes for manifest in manifests)
+    await late.updates.apply("late")
+    assert (late.engine.held["w.weight"] == 105.0).all()
+
+
+async def test_an_adapter_that_fits_no_weight_leaves_the_worker_stale_on_its_old_ones():
+    bench = adapting_bench()
+    await bench.transport.put_adapter(V[0], V[0], 0.0)
+    await bench.bring_to(V[0])
+    await bench.transport.put_adapter(V[1], V[0], 1.0)
+    del bench.transport.published[V[1]][1]["base_model.model.w.lora_A.weight"]
+    await refused(bench.updates.begin("broken", KEEPER, V[1], 10), errors.WeightsCorrupt)
+    assert bench.updates.state is WorkerState.STALE
+    assert (bench.engine.held["w.weight"] == 100.0).all()
 
 
 async def test_an_unknown_version_changes_nothing(bench):

@@ -34,6 +34,7 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import Engine, UpdateReport
 from slipstream.engine.worker.ballot import Voice
 from slipstream.engine.worker.verification import Verification
+from slipstream.weights.adapter import Adapter, base_part, is_base, merge
 from slipstream.weights.manifest import Manifest, check_model
 from slipstream.weights.transport import WeightTransport
 
@@ -57,6 +58,7 @@ class Weights:
 
     manifest: Manifest
     tensors: dict[str, Any]
+    fetched_bytes: int
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class WorkerUpdates:
         self._open: OpenUpdate | None = None
         self._closed: OpenUpdate | None = None
         self._prefetched: Weights | None = None
+        self._base: Weights | None = None
+        """What adapters are added to."""
         self._fetching = asyncio.Lock()
         self._refitting = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -229,7 +233,7 @@ class WorkerUpdates:
             if self._prefetched is None or self._prefetched.manifest.version != update.version:
                 await self._prefetch(update.version)
                 assert self._prefetched is not None
-                update.fetched_bytes = self._prefetched.manifest.size_bytes
+                update.fetched_bytes = self._prefetched.fetched_bytes
         except SlipstreamError as error:
             self._drop(update)
             if isinstance(error, WeightsCorrupt):
@@ -242,8 +246,34 @@ class WorkerUpdates:
         if self._prefetched is not None and self._prefetched.manifest.version == version:
             return
         manifest = await self._transport.manifest(version)
+        if manifest.adapter is not None:
+            self._prefetched = await self._adapted(manifest, manifest.adapter)
+            return
         check_model(manifest, self._engine.shapes)
-        self._prefetched = Weights(manifest, await self._transport.fetch(manifest))
+        self._prefetched = Weights(manifest, await self._transport.fetch(manifest), manifest.size_bytes)
+        self._base = None
+
+    async def _adapted(self, manifest: Manifest, adapter: Adapter) -> Weights:
+        """An adapter's version as whole weights. Its base stays in memory for the next one."""
+        fetched_bytes = manifest.size_bytes
+        whole = adapter.base_version == manifest.version
+        if whole:
+            check_model(base_part(manifest), self._engine.shapes)
+        elif self._base is None or self._base.manifest.version != adapter.base_version:
+            base = await self._transport.manifest(adapter.base_version)
+            check_model(base_part(base), self._engine.shapes)
+            self._keep_base(base, await self._transport.fetch(base))
+            fetched_bytes += base.size_bytes
+        tensors = await self._transport.fetch(manifest)
+        if whole:
+            self._keep_base(manifest, tensors)
+        assert self._base is not None
+        merged = await asyncio.to_thread(merge, manifest, tensors, self._base.manifest, self._base.tensors)
+        return Weights(*merged, fetched_bytes)
+
+    def _keep_base(self, manifest: Manifest, tensors: dict[str, Any]) -> None:
+        weights = {name: tensor for name, tensor in tensors.items() if is_base(name)}
+        self._base = Weights(base_part(manifest), weights, 0)
 
     async def _swap(self, update: OpenUpdate, weights: Weights, voice: Voice | None) -> Applied:
         verification = Verification(weights.manifest, voice)

@@ -1,0 +1,164 @@
+"""The adapters of a model, by the names of its checkpoint.
+
+`hf_views` shows where each matrix of a checkpoint lies in a parameter. An adapter's second half has the parameter's
+rows, so it is cut the same way; its first half is shared by all that are fused into one parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from slipstream.common.config import ConfigError
+from slipstream.models.base import Model
+from slipstream.models.lora.config import GROUPS, LoraConfig
+from slipstream.models.lora.modules import LORA_A, LORA_B, adapt, adapter_name
+
+PREFIX = "base_model.model."
+"""Of names in an adapter's file: what PEFT calls the model that it wraps."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the adapter of one checkpoint matrix lies."""
+
+    module: nn.Module
+    parameter: str
+    expert: int | None
+    """Which of a stack, or None."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Of the matrix's rows in the parameter, counted in rows."""
+    first_row: int
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """`[rank, in]` and `[out, rank]`."""
+        a, b = (_whole(getattr(self.module, adapter_name(self.parameter, half))) for half in (LORA_A, LORA_B))
+        b, rank = b.contiguous(), b.shape[-1]
+        start = b.storage_offset() + self.first_row * rank
+        rows = b.as_strided((*self.shape, rank), (*(stride * rank for stride in self.strides), 1), start)
+        return a if self.expert is None else a[self.expert], rows.reshape(-1, rank)
+
+
+class Adapters:
+    """What `attach` made; `model.adapters`."""
+
+    def __init__(self, config: LoraConfig, sites: dict[str, Site]) -> None:
+        self.config = config
+        self._sites = sites
+
+    @property
+    def modules(self) -> list[str]:
+        """Checkpoint names of the matrices that have one, without `.weight`."""
+        return [name.removesuffix(".weight") for name in self._sites]
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Both halves of each, by the names that PEFT gives them. Some share memory with the live parameters."""
+        found: dict[str, Tensor] = {}
+        for name, site in self._sites.items():
+            module = PREFIX + name.removesuffix(".weight")
+            a, b = site.halves()
+            found |= {f"{module}.lora_A.weight": a.contiguous(), f"{module}.lora_B.weight": b.contiguous()}
+        return found
+
+    @torch.no_grad()
+    def merged(self, name: str, matrix: Tensor) -> Tensor:
+        """A checkpoint's matrix with what its adapter adds; one without an adapter as it is."""
+        site = self._sites.get(name)
+        if site is None:
+            return matrix
+        a, b = site.halves()
+        return (matrix.float() + self.config.scale * (b.float() @ a.float())).to(matrix.dtype)
+
+
+def attach(model: Model, config: LoraConfig, seed: int) -> Adapters:
+    """Give a model adapters, which add nothing yet, and freeze all else. Before it is sharded.
+
+    Raises:
+        ConfigError: a target that the model does not have, or a part of what is one matrix here.
+    """
+    tree: Any = model
+    parameters = {
+        _start(parameter): (module, name, parameter)
+        for module in tree.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    parts: dict[int, list[str]] = {}
+    views = model.hf_views()
+    chosen = _chosen(views, config.targets)
+    for name, view in views.items():
+        parts.setdefault(_start(view), []).append(name)
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    sites: dict[str, Site] = {}
+    for start, names in parts.items():
+        wanted = [name for name in names if name in chosen]
+        if not wanted:
+            continue
+        if len(wanted) < len(names):
+            raise ConfigError(f"trainer.lora.targets: {', '.join(map(_last, names))} are one matrix: name all or none")
+        module, parameter, weight = parameters[start]
+        adapt(module, parameter, config.rank, config.scale, generator)
+        sites |= {name: _site(module, parameter, weight, views[name]) for name in wanted}
+    adapters = Adapters(config, sites)
+    tree.adapters = adapters
+    return adapters
+
+
+def adapters_of(model: Model) -> Adapters | None:
+    """A model's adapters, if it has any."""
+    return getattr(model, "adapters", None)
+
+
+def _chosen(views: dict[str, Tensor], targets: tuple[str, ...]) -> set[str]:
+    chosen: set[str] = set()
+    kinds = {name: (_last(name), _group(name)) for name, view in views.items() if view.ndim > 1}
+    for target in targets:
+        found = {name for name, (last, group) in kinds.items() if group and target in (last, group)}
+        if not found and target not in GROUPS:
+            known = sorted({last for last, group in kinds.values() if group})
+            raise ConfigError(f"trainer.lora.targets: the model has no {target!r}; it has {', '.join(known)}")
+        chosen |= found
+    if not chosen:
+        raise ConfigError(f"trainer.lora.targets: the model has nothing of {', '.join(targets)}")
+    return chosen
+
+
+def _group(name: str) -> str | None:
+    """What kind of projection a checkpoint's matrix is; None for what gets no adapter: embeddings, head, router."""
+    if not _last(name).endswith(("_proj", "_with_mqa")):
+        return None
+    if ".self_attn." in name:
+        return "attention"
+    return "experts" if ".experts." in name else "mlp" if ".mlp." in name else None
+
+
+def _last(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _start(tensor: Tensor) -> int:
+    """Names the memory of a tensor and of its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _site(module: nn.Module, parameter: str, weight: Tensor, view: Tensor) -> Site:
+    width = weight.shape[-1]
+    offset = view.storage_offset() - weight.storage_offset()
+    strides = view.stride()
+    if strides[-1] != 1 or view.shape[-1] != width or any(stride % width for stride in (offset, *strides[:-1])):
+        raise ConfigError(f"trainer.lora: {parameter} of {type(module).__name__} is not cut by rows")
+    expert = offset // prod(weight.shape[1:]) if weight.ndim == 3 else None
+    rows = tuple(stride // width for stride in strides[:-1])
+    return Site(module, parameter, expert, tuple(view.shape[:-1]), rows, offset // width)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """All ranks' parts together: an adapter is small."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
