@@ -69,8 +69,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in _tomls(path.parent)], n=1)
-        raise ConfigError(f"{path}: no such file{suggest(near)}") from None
+        raise ConfigError(f"{path}: no such file{suggest(_near(path))}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory, not a TOML file{_one_of(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
@@ -107,6 +106,12 @@ def _tomls(directory: Path) -> list[Path]:
         return sorted(directory.glob("*.toml"))
     except (OSError, ValueError):
         return []
+
+
+def _near(path: Path) -> list[str]:
+    """The file that may be meant, with its folder: beside the missing one, or among the examples."""
+    names = {file.name: file for folder in (path.parent / "examples", path.parent) for file in _tomls(folder)}
+    return [str(names[name]) for name in difflib.get_close_matches(path.name, names, n=1)]
 
 
 def _one_of(directory: Path) -> str:

@@ -172,12 +172,13 @@ def _warm_up(config: RunConfig) -> Iterator[Problem]:
 
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
     asked = any(environment.evaluation_task_count for environment in config.environments)
-    for when in ("before", "after"):
-        if getattr(config.evaluation, when) and not asked:
+    for when, never in (("before", "false"), ("after", "false"), ("every_steps", "0")):
+        value = getattr(config.evaluation, when)
+        if value and not asked:
             yield (
                 (f"evaluation.{when}", "environments.0.evaluation_task_count"),
-                "is true, but every environment has evaluation_task_count = 0; "
-                f"raise one of them or set evaluation.{when} = false",
+                f"is {str(value).lower()}, but every environment has evaluation_task_count = 0; "
+                f"raise one of them or set evaluation.{when} = {never}",
             )
 
 

@@ -54,7 +54,7 @@ FILLED = frozenset(
         *SERVICES,  # a field called after a service takes its address
         *(f"{service}_address" for service in SERVICES),
         *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
-        *("evaluate_before", "evaluate_after", "block_size_tokens"),
+        *("evaluate_before", "evaluate_after", "evaluate_every_steps", "block_size_tokens"),
     }
 )
 """Fields of services that the launcher fills in; no section of a service has them."""
@@ -113,6 +113,9 @@ class EvaluationSection(BaseConfig):
 
     after: bool = True
     """Ask after the last training step."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Ask while training goes on, too, every so many steps: some answers then cross an update. 0: never."""
 
 
 class _Made(BaseConfig):

@@ -29,6 +29,7 @@ PHASE_NAMES = {
     "ended": "ended",
 }
 RETRY_S = 0.5
+ALIKE = "groups_filtered_since_step"
 MANY_MORE = 4
 """Failed groups are told of again when there are so many times as many as when they were told of last."""
 SILENCE_TIMEOUT_S = 10.0
@@ -83,6 +84,13 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
     shown = [("phase", PHASE_NAMES.get(run.phase, run.phase) + (" (paused)" if paused(run) else ""))]
     if run.phase == "training":
         shown.append(("step", f"{run.step}/{run.total_steps}"))
+        if alike := alike_groups(run):
+            shown.append(("all alike", f"{alike} groups"))
+    elif run.phase == "warm_up" and "sft_step" in metrics:  # when it ends, its accuracy decides
+        shown.append(("step", f"{metrics['sft_step']:.0f}"))
+        shown.append(("loss", f"{metrics['sft_loss']:.2f}"))
+        shown.append(("right", f"{100 * metrics['sft_accuracy']:.0f} %"))
+        shown.append(("done", f"{100 * run.phase_fraction_done:.0f} %"))
     else:
         shown.append(("done", f"{100 * run.phase_fraction_done:.0f} %"))
     # Of the newest step: in another phase they would be figures of the past.
@@ -92,6 +100,11 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
             shown.append((name, f"{value:.{digits}f}" if math.isfinite(value) else "–"))
     shown.append(("left", "–" if left_s is None else duration(left_s)))
     return shown
+
+
+def alike_groups(run: run_pb2.Run) -> int:
+    """Groups that were left out since the last step, as all their rollouts earned the same."""
+    return int(run.metrics.get(ALIKE, 0.0)) if run.phase == "training" else 0
 
 
 def paused(run: run_pb2.Run) -> bool:
@@ -112,7 +125,13 @@ class Milestones:
             found.setdefault(result.evaluation, []).append(part)
         fresh = {name: parts for name, parts in found.items() if name not in self._told}
         self._told |= fresh.keys()
-        return [f"held-out accuracy {name} training: {', '.join(parts)}" for name, parts in fresh.items()]
+        return [f"held-out accuracy {_when(name)}: {', '.join(parts)}" for name, parts in fresh.items()]
+
+
+def _when(evaluation: str) -> str:
+    """By the name of an evaluation."""
+    kind, _, step = evaluation.partition("-")
+    return f"at step {step}" if kind == "step" else f"{evaluation} training"
 
 
 class GroupFailures:

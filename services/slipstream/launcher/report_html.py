@@ -68,7 +68,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         (figure(figures["mismatch_kl"]), "mismatch KL", "mean k3 per trained token"),
         (figure(figures["trained_tokens_per_s"]), "trained tokens/s", "with a gradient, over the training time"),
         (percent(figures["cached_token_fraction"]), "prefix cache", "of prompt tokens found in it"),
-        (figure(figures["sandbox_executions"]), "sandbox runs", "executions, one a group"),
+        (figure(figures["sandbox_executions"]), "sandbox runs", "executions of code that environments asked for"),
     ]
     cells = [
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(note)}</small></div>'

@@ -176,6 +176,7 @@ def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str])
         "block_size_tokens": _setting(config, "decode", "engine").block_size_tokens,
         "evaluate_before": config.evaluation.before,
         "evaluate_after": config.evaluation.after,
+        "evaluate_every_steps": config.evaluation.every_steps,
     }
 
 

@@ -70,6 +70,10 @@ async def _run_rl(
         up.append(replica)
         display.ready(replica, len(up), count)
 
+    def on_waiting(replicas: list[str]) -> None:
+        log = shown(run.path / "logs" / f"{replicas[0]}.log")
+        display.say(f"waiting for {', '.join(replicas)}; a worker on vLLM takes minutes to start; {log}")
+
     def on_run(now: run_pb2.Run) -> None:
         latest.CopyFrom(now)
         run.write_waiting()
@@ -91,7 +95,7 @@ async def _run_rl(
         display.say("stopping all services")
 
     begun_s = time.monotonic()
-    ending = await conduct(_supervisor(config, run), stages, work, on_ready, on_stopping)
+    ending = await conduct(_supervisor(config, run), stages, work, on_ready, on_stopping, on_waiting)
     wall_s = time.monotonic() - begun_s
     return conclude(run, ending, latest, wall_s, display)
 

@@ -43,13 +43,14 @@ async def conduct(
     work: Callable[[], Awaitable[None]],
     on_ready: Callable[[str], None] = lambda replica: None,
     on_stopping: Callable[[], None] = lambda: None,
+    on_waiting: Callable[[list[str]], None] = lambda replicas: None,
 ) -> Ending:
     """Start the stages one after another, do the work, stop everything; nothing is left running."""
     async with _stop_signals() as signalled:
 
         async def start_and_work() -> None:
             for stage in stages:
-                await supervisor.start(stage, on_ready)
+                await supervisor.start(stage, on_ready, on_waiting)
             watch = asyncio.ensure_future(supervisor.watch())
             task = asyncio.ensure_future(work())
             try:

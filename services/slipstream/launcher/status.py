@@ -22,7 +22,7 @@ from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
-from slipstream.launcher.progress import PHASE_NAMES, paused
+from slipstream.launcher.progress import PHASE_NAMES, alike_groups, paused
 from slipstream.launcher.records import RunRecords, read_json_lines, read_run
 from slipstream.launcher.report import build_report
 from slipstream.launcher.rundir import RunDir, launcher_pid, shown
@@ -134,6 +134,8 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     row.version = _version(run.serving) if run.HasField("serving") else ""
     row.load = f"{PHASE_NAMES.get(run.phase, run.phase)}, step {run.step}/{run.total_steps}, "
     row.load += f"{run.running_group_count} groups running"
+    if alike := alike_groups(run):
+        row.load += f", {alike} left out since, as their rollouts all earned the same"
     if paused(run):
         row.note = f"paused: {run.reason}"
 

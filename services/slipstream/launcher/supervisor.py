@@ -30,6 +30,9 @@ TERM_FRACTION = 0.7
 HEALTHY_AFTER_S = 60.0
 """A process that ran this long before dying starts again without back-off."""
 ALWAYS_RESTART_BUDGET = 20
+WAITING_INTERVAL_S = 15.0
+"""How often it is told what a start still waits for."""
+
 KILLED = f"killed by {signal.SIGKILL.name}"
 LAST_WORDS_BYTES = 4096
 LAST_WORDS_CHARACTERS = 300
@@ -74,11 +77,17 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         return {replica: process.pid for replica, process in self._running.items()}
 
-    async def start(self, specs: list[ProcessSpec], on_ready: Callable[[str], None] = lambda replica: None) -> None:
-        """Start all and return when every ready check has said yes."""
+    async def start(
+        self,
+        specs: list[ProcessSpec],
+        on_ready: Callable[[str], None] = lambda replica: None,
+        on_waiting: Callable[[list[str]], None] = lambda replicas: None,
+    ) -> None:
+        """Start all and return when every ready check has said yes; `on_waiting` hears now and then which have not."""
         for spec in specs:
             self._spawn(spec)
-        deadline_s = time.monotonic() + self._start_timeout_s
+        told_s = time.monotonic()
+        deadline_s = told_s + self._start_timeout_s
         waiting = {spec.replica: spec for spec in specs}
         while waiting:
             self._handle_exits()
@@ -87,6 +96,10 @@ class Supervisor:
                 del waiting[replica]
                 self._on_event("service_ready", replica=replica)
                 on_ready(replica)
+                told_s = time.monotonic()
+            if waiting and time.monotonic() - told_s > WAITING_INTERVAL_S:
+                told_s = time.monotonic()
+                on_waiting(list(waiting))
             if waiting and time.monotonic() > deadline_s:
                 spec = next(iter(waiting.values()))
                 self._give_up(spec, f"was not ready within {self._start_timeout_s:.0f} s")

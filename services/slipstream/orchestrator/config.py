@@ -114,6 +114,9 @@ class OrchestratorConfig(ServiceConfig):
     evaluate_before: bool = True
     """Ask the held-out tasks before the first step."""
 
+    evaluate_every_steps: int = Field(default=0, ge=0)
+    """Ask them also while training goes on, every so many steps. 0: never."""
+
     evaluate_after: bool = True
     """Ask the held-out tasks after the last step."""
 

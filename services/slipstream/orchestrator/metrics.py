@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slipstream.api.rollout.v1 import runner_pb2
@@ -78,20 +78,27 @@ class StepInterval:
 
     def fields(self, now_s: float) -> dict[str, object]:
         """Return the figures of the interval."""
-        every = [reward for rewards in self.rewards.values() for reward in rewards]
         elapsed = max(now_s - self.started_s, 1e-6)
         return {
-            "reward_mean": sum(every) / len(every) if every else math.nan,
-            "reward_by_environment": {name: sum(r) / len(r) for name, r in self.rewards.items() if r},
+            **reward_fields(self.rewards),
             "groups_filtered": self.groups_filtered,
             "groups_failed": self.groups_failed,
-            "rollouts": len(every),
+            "rollouts": sum(map(len, self.rewards.values())),
             "tokens_per_s": self.sampled_tokens / elapsed,
             "cached_token_fraction": self.cached_tokens / max(self.prefix_query_tokens, 1),
             "cached_token_count": self.cached_tokens,
             "prefix_query_token_count": self.prefix_query_tokens,
             "interval_s": elapsed,
         }
+
+
+def reward_fields(rewards: Mapping[str, Sequence[float]]) -> dict[str, object]:
+    """Mean rewards by environment, and over all rollouts."""
+    every = [reward for each in rewards.values() for reward in each]
+    return {
+        "reward_mean": sum(every) / len(every) if every else math.nan,
+        "reward_by_environment": {name: sum(each) / len(each) for name, each in rewards.items() if each},
+    }
 
 
 class Totals:

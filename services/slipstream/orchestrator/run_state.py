@@ -69,6 +69,7 @@ class RunState:
         self.workers: Callable[[], list[run_pb2.WorkerVersion]] = list
         self._metrics_file = metrics
         self._started_ms = int(time.time() * 1000)
+        self._training_since_s: float | None = None
 
     @property
     def trainer_disk_full(self) -> bool:
@@ -86,9 +87,16 @@ class RunState:
             return
         self.phase = phase
         self.phase_fraction = 0.0
+        if phase is RunPhase.TRAINING and self._training_since_s is None:
+            self._training_since_s = time.time()
         log.info("phase_entered", phase=phase.value)
         self._metrics_file.write("phase", phase=phase.value)
         self.changed.notify()
+
+    def wait_in_training_s(self, wait_s: float, until_s: float) -> float:
+        """Of a wait that ended at `until_s`, what lies in training: the first is also for workers and an evaluation."""
+        since_s = self._training_since_s
+        return wait_s if since_s is None else min(wait_s, max(0.0, until_s - since_s))
 
     def progress(self, fraction: float, **metrics: float) -> None:
         """Record how far the phase is, and newer figures."""

@@ -33,6 +33,16 @@ class SealedPlan:
     rows: list[types_pb2.RowsRef]
     """What may be dropped once the step is trained."""
 
+    @property
+    def rewards(self) -> dict[str, list[float]]:
+        """Of the rollouts it trains on, by environment."""
+        found: dict[str, list[float]] = {}
+        for plan in self.plans:
+            for batch in plan.micro_batches:
+                for sequence in batch.sequences:
+                    found.setdefault(sequence.environment, []).append(sequence.reward)
+        return found
+
 
 class Sealer:
     """Judges groups and composes plans. No state."""

@@ -29,7 +29,7 @@ from slipstream.orchestrator.external import ExternalGroups
 from slipstream.orchestrator.failures import BAD_ADVANTAGES, TOO_FEW_MEMBERS, Failures
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
-from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite
+from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
 from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
@@ -286,6 +286,7 @@ class Sequencer:
         if scored is None:
             self._interval.groups_filtered += 1
             self.totals.groups_filtered += 1
+            self.state.progress(self.state.phase_fraction, groups_filtered_since_step=self._interval.groups_filtered)
             self._end(position, attempt, Outcome.FILTERED, "NO_VARIANCE")
             return False
         self.machine.scored(position, attempt)
@@ -498,6 +499,7 @@ class Sequencer:
             **plan.figures,
             **({"groups_skipped": plan.figures["groups_trained"], "groups_trained": 0} if skipped else {}),
             **self._interval.fields(now),
+            **({} if self._interval.rewards else reward_fields(plan.rewards)),
             "step_s": trainer_metrics.get("step_s", step_s),
             "open_groups": self.machine.open_groups,
             **self.totals.fields(),
@@ -510,6 +512,7 @@ class Sequencer:
         self.state.progress(
             plan.step / self.config.total_steps,
             **{key: float(value) for key, value in shown.items() if isinstance(value, int | float)},
+            groups_filtered_since_step=0,
         )
 
     def want(self, step: int) -> None:

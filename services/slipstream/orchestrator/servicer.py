@@ -157,7 +157,11 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         if version.step > min(machine.sealed_step, machine.trained_step + 1):
             raise StepNotSealed(f"step {version.step} was not given out", sealed_step=machine.sealed_step)
         step_s = max(0, request.finished_unix_ms - request.started_unix_ms) / 1000
-        self._sequencer.trained(version, dict(request.metrics), step_s, skipped=request.skipped)
+        figures = dict(request.metrics)
+        if "wait_s" in figures:
+            started_s = request.started_unix_ms / 1000
+            figures["wait_s"] = self._state.wait_in_training_s(figures["wait_s"], started_s)
+        self._sequencer.trained(version, figures, step_s, skipped=request.skipped)
         return batch_pb2.ReportStepResponse(
             ended=self._state.ended or version.step >= self._sequencer.config.total_steps
         )

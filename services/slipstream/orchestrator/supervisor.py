@@ -50,6 +50,7 @@ class Supervisor:
         if self._config.evaluate_before:
             await self._evaluate("before", RunPhase.EVALUATING_BEFORE)
         self._enter(RunPhase.TRAINING)
+        await self._evaluate_now_and_then()
         # The last version must be served before it can be judged.
         await self._until(lambda: self._state.serving.step >= self._config.total_steps)
         await self._until(lambda: self._sequencer.machine.trained_step >= self._config.total_steps)
@@ -122,14 +123,33 @@ class Supervisor:
         now = self._clock()
         return now - self._empty_since.setdefault(what, now)
 
-    async def _evaluate(self, name: str, phase: RunPhase) -> None:
+    async def _evaluate_now_and_then(self) -> None:
+        """Ask the held-out tasks every so many steps, up to the last but one; training goes on meanwhile.
+
+        So an answer may cross an update; its step is that of the weights it was asked at first. Steps that pass during
+        an evaluation are not made up for.
+        """
+        every, last = self._config.evaluate_every_steps, self._config.total_steps
+        while every:
+            due = (self._state.serving.step // every + 1) * every
+            await self._until(lambda due=due: self._state.serving.step >= min(due, last))
+            if self._state.serving.step >= last:
+                return
+            await self._evaluate(f"step-{self._state.serving.step}", None)
+
+    async def _evaluate(self, name: str, phase: RunPhase | None) -> None:
+        """One evaluation, as a phase of its own, or within the one at hand."""
         counts = {e.name: e.evaluation_task_count for e in self._config.environments if e.evaluation_task_count}
         evaluation = Evaluation(name, counts, self._state.serving.step)
         self._sequencer.evaluation = evaluation
-        self._enter(phase)
+        if phase is None:
+            self._sequencer.admission_may_have_opened()
+        else:
+            self._enter(phase)
         while not evaluation.done and not self._state.ended:
             await evaluation.changed.wait(1.0)
-            self._state.progress(evaluation.fraction_done)
+            if phase is not None:
+                self._state.progress(evaluation.fraction_done)
         self._sequencer.evaluation = None
         if self._state.ended:
             return

@@ -61,6 +61,8 @@ class ScoredSample:
     reward: float
     correct: bool
     text: str
+    detail: str = ""
+    """For people: why it earned what it did."""
 
 
 def _failure(task: TaskKey, prompt: dict[str, Any]) -> SlipstreamError:
@@ -124,7 +126,10 @@ class EnvironmentWorker:
             "samples": [{"token_ids": token_ids, "stopped": stopped} for token_ids, stopped in samples],
         }
         reply = await self._ask(task.environment, request)
-        scores = [ScoredSample(float(s["reward"]), bool(s["correct"]), str(s["text"])) for s in reply["scores"]]
+        scores = [
+            ScoredSample(float(s["reward"]), bool(s["correct"]), str(s["text"]), str(s["detail"]))
+            for s in reply["scores"]
+        ]
         return scores, int(reply["sandbox_executions"])
 
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:

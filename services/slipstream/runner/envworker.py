@@ -35,6 +35,7 @@ log = structlog.get_logger()
 
 TOKENIZER_WAIT_S = 30.0
 TOKENIZER_POLL_S = 0.1
+MAX_DETAIL_CHARACTERS = 4096
 
 
 class EnvironmentHost:
@@ -88,7 +89,9 @@ class EnvironmentHost:
     async def _score(self, codec: TextCodec, task: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, Any]:
         completions = [Completion(codec.decode(sample["token_ids"]), sample["stopped"]) for sample in samples]
         if task["prompt"] is not None:  # a third party's own prompt: nobody scores it
-            scores = [{"reward": 0.0, "correct": False, "text": completion.text} for completion in completions]
+            scores = [
+                {"reward": 0.0, "correct": False, "text": completion.text, "detail": ""} for completion in completions
+            ]
             return {"scores": scores, "sandbox_executions": 0}
         environment = self._environments[task["environment"]]
         tools = Tools(self._sandbox)
@@ -99,7 +102,12 @@ class EnvironmentHost:
                     f"score of {task['environment']!r} must return Score objects, got {type(score).__name__}"
                 )
         scores = [
-            {"reward": _finite(score.reward), "correct": bool(score.correct), "text": completion.text}
+            {
+                "reward": _finite(score.reward),
+                "correct": bool(score.correct),
+                "text": completion.text,
+                "detail": str(score.detail)[:MAX_DETAIL_CHARACTERS],
+            }
             for score, completion in zip(judged, completions, strict=True)
         ]
         return {"scores": scores, "sandbox_executions": tools.sandbox_executions}

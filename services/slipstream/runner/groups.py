@@ -171,6 +171,7 @@ def _lines(
             "completion": score.text,
             "reward": score.reward,
             "correct": score.correct,
+            **({"detail": score.detail} if score.detail else {}),
             "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
             "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
         }

@@ -50,6 +50,8 @@ async def test_a_run_trains_every_step_evaluates_and_finishes(make_world: Make, 
                     assert 0 <= plan.version.step - 1 - sequence.dispatch_version.step <= bound
         steps = world.metrics("step")
         assert [record["step"] for record in steps] == [1, 2, 3, 4]
+        assert all(set(record["reward_by_environment"]) <= {"words", "numbers"} for record in steps)
+        assert all(0 < record["reward_mean"] <= 1 for record in steps), "the last one's, too"
         assert all(record["lag_max"] <= bound and record["groups_trained"] == 4 for record in steps)
         assert {record["kind"] for record in world.metrics("update")} == {"update"}
         training = [a for a in world.assignments if a.purpose == runner_pb2.GROUP_PURPOSE_TRAINING]
@@ -62,6 +64,21 @@ async def test_a_run_trains_every_step_evaluates_and_finishes(make_world: Make, 
         assert [unpacked(record["plans"][0]) for record in sealed] == world.plans
         ends = [r["position"] for r in records if r["kind"] == "ended"] + [p for s in sealed for p in s["positions"]]
         assert sorted(ends) == list(range(world.orchestrator.sequencer.machine.next_position)), "one outcome each"
+
+
+async def test_held_out_tasks_are_asked_while_training_goes_on(make_world: Make, background: Make) -> None:
+    async with make_world(total_steps=8, evaluate_every_steps=2, evaluate_after=True) as world:
+        async with background(world.runner_loop(), world.heartbeat_loop(), world.trainer_loop()):
+            run = await world.until(lambda run: run.phase == "ended")
+        assert (run.state, run.step) == (run_pb2.RUN_STATE_FINISHED, 8), run.reason
+        asked = [(a.evaluation, a.step) for a in run.accuracies if a.environment == "words"]
+        *between, last = asked
+        assert last == ("after", 8)
+        assert between
+        assert all(name == f"step-{step}" and 2 <= step < 8 for name, step in between)
+        assert len({step for _, step in between}) == len(between)
+        assert [record["phase"] for record in world.metrics("phase")].count("training") == 1
+        assert len(world.trained) == 8 * 4 * 2, "no step waits for it"
 
 
 async def test_the_run_ends_when_the_trainer_has_saved_however_long_its_disk_is_full(
@@ -183,6 +200,7 @@ async def test_a_run_whose_rewards_never_differ_ends_and_says_so(make_world: Mak
         groups = await world.acquire(wait_ms=3000)
         await world.report(*(world.finished(group, spread=False) for group in groups[:3]))
         run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FAILED)
+        assert run.metrics["groups_filtered_since_step"] == 3
         assert "in phase training, as 3 groups were left out in which all rollouts earned the same" in run.reason
 
 

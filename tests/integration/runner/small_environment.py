@@ -57,7 +57,9 @@ class Counting:
                 return []
         # A number that JSON does not know, as from numpy.
         half: Any = Fraction(1, 2)
-        return [Score(half, completion.text == str(task.index)) for completion in completions]
+        return [
+            Score(half, completion.text == str(task.index), f"{task.index} was asked for") for completion in completions
+        ]
 
     def demonstration(self, index: int, *, validation: bool = False) -> tuple[str, str] | None:
         return None

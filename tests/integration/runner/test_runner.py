@@ -44,6 +44,7 @@ async def test_a_group_runs_to_a_report_whose_rows_can_be_fetched(world: Any, tm
     await world.until(lambda: world.router.released == ["place/g1.1.1"])
     line = json.loads((tmp_path / "rollouts" / "runner-1.jsonl").read_text().splitlines()[0])
     assert (line["prompt"], line["completion"], line["versions"]) == ("count to 7\n", "7", [[2, "1.3"]])
+    assert line["detail"] == "7 was asked for"
 
 
 async def test_a_row_stream_resumes_from_its_offset(world: Any) -> None:

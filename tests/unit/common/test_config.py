@@ -142,7 +142,11 @@ def test_a_wrong_variant_lists_the_right_ones(write):
 
 def test_a_missing_file_suggests_one_that_is_there(write, tmp_path):
     write("", "base.toml")
-    assert refusal([tmp_path / "bsae.toml"]).endswith("bsae.toml: no such file; did you mean 'base.toml'?")
+    meant = f"did you mean '{tmp_path / 'base.toml'}'?"
+    assert refusal([tmp_path / "bsae.toml"]).endswith(f"bsae.toml: no such file; {meant}")
+    (tmp_path / "examples").mkdir()
+    write("", "examples/demo.toml")
+    assert refusal([tmp_path / "demo.toml"]).endswith(f"did you mean '{tmp_path / 'examples' / 'demo.toml'}'?")
 
 
 def test_a_file_that_is_not_toml_says_where(write):

@@ -46,6 +46,25 @@ def test_training_shows_step_reward_lag_speed_and_time_left():
     ]
 
 
+def test_training_that_gets_nowhere_as_all_rewards_are_equal_says_so():
+    run = run_pb2.Run(phase="training", step=0, total_steps=10, metrics={"groups_filtered_since_step": 12.0})
+    assert ("all alike", "12 groups") in facts(run, None)
+    run.metrics["groups_filtered_since_step"] = 0
+    assert "all alike" not in dict(facts(run, None))
+
+
+def test_the_warm_up_shows_what_moves():
+    metrics = {"sft_step": 12.0, "sft_loss": 2.314, "sft_accuracy": 0.05}
+    run = run_pb2.Run(phase="warm_up", phase_fraction_done=0.03, metrics=metrics)
+    assert facts(run, None)[1:5] == [("step", "12"), ("loss", "2.31"), ("right", "5 %"), ("done", "3 %")]
+
+
+def test_an_evaluation_within_training_is_told_with_its_step(capsys):
+    result = run_pb2.Accuracy(evaluation="step-20", environment="spell", accuracy=0.5, problem_count=10)
+    LineDisplay().show(run_pb2.Run(phase="training", step=21, total_steps=40, accuracies=[result]))
+    assert "held-out accuracy at step 20: spell 50.0 % of 10" in capsys.readouterr().out
+
+
 def test_a_figure_that_is_no_number_is_a_dash():
     run = run_pb2.Run(phase="training", metrics={"reward_mean": float("nan"), "tokens_per_s": 3.0})
     assert [value for name, value in facts(run, None) if name in ("reward", "tokens/s")] == ["–", "3"]
@@ -99,7 +118,9 @@ def test_without_a_terminal_a_line_comes_now_and_then(capsys):
         display.show(run_pb2.Run(phase="training", step=step, total_steps=100))
     display.show(run_pb2.Run(phase="evaluating_after"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("training begins; lag: versions behind, tokens/s: sampled")
+    assert lines[0].endswith(
+        "training begins; lag: versions behind, tokens/s: sampled, all alike: groups left out, as they teach nothing"
+    )
     assert len(lines) == 3
     assert "step 0/100" in lines[1]
     assert "evaluating after" in lines[2]

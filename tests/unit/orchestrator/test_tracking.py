@@ -45,7 +45,7 @@ def test_tensorboard_reads_the_figures_of_steps_and_evaluations(run: TrackedRun)
     loss = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert loss == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert [e.value for e in events.Scalars("train/reward_by_environment/reverse")] == [0.25, 0.5, 0.75]
-    assert [(e.step, e.value) for e in events.Scalars("evaluation/after/reverse")] == [(2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("evaluation/reverse")] == [(2, 0.5)]
     assert "train/text" not in events.Tags()["scalars"]
 
 
@@ -54,7 +54,7 @@ def test_weights_and_biases_offline_keeps_the_figures_and_a_resumed_run_its_name
         write_run(run, TrackerFeed([WandbConfig(mode="offline", finish_timeout_s=60)], run))
     files = list((run.directory / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1
-    for name in (b"train/loss", b"train/reward_by_environment/reverse", b"evaluation/after/reverse"):
+    for name in (b"train/loss", b"train/reward_by_environment/reverse", b"evaluation/reverse"):
         assert all(name in file.read_bytes() for file in files)
 
 

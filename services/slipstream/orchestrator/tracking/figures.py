@@ -22,7 +22,7 @@ def point_of(record: Mapping[str, object]) -> Point | None:
     """What a tracker shows of a record; None where that is nothing.
 
     Steps keep their names, `train/loss` for one; tables become `train/reward_by_environment/<name>`. Evaluations are
-    `evaluation/<name>/<environment>`.
+    `evaluation/<environment>`, one curve over all of them.
     """
     kind, step, time_s = record.get("kind"), record.get("step"), record.get("time_s")
     if not isinstance(step, int) or not isinstance(time_s, float | int):
@@ -31,8 +31,9 @@ def point_of(record: Mapping[str, object]) -> Point | None:
         numbers = ((name, value) for name, value in record.items() if name not in _LEFT_OUT)
         figures = {f"train/{name}": value for name, value in _flat(numbers)}
     elif kind == "evaluation":
-        numbers = [(f"{record['name']}/{record['environment']}", record["accuracy"])]
-        figures = {f"evaluation/{name}": value for name, value in _flat(numbers)}
+        figures = {
+            f"evaluation/{name}": value for name, value in _flat([(str(record["environment"]), record["accuracy"])])
+        }
     else:
         return None
     return Point(step, float(time_s), figures) if figures else None
