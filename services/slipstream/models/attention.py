@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from slipstream.models.base import Context
 from slipstream.models.titan import Module
@@ -78,6 +77,8 @@ def ragged_causal(
 
     `starts`: int32 `[documents + 1]`, where each begins, and the end; `longest`: tokens of the longest one.
     """
+    from torch.nn.attention.varlen import varlen_attn  # loads the compiler: seconds, for a card only
+
     out = varlen_attn(
         q_TNH,
         k_TGH,

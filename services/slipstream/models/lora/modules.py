@@ -63,7 +63,7 @@ def adapter_name(parameter: str, half: str) -> str:
 
 def grouped_linear(x: Tensor, weight_Eoi: Tensor, counts_E: Tensor) -> Tensor:
     """`x @ weight.T` with each row's own expert; rows are sorted by expert."""
-    if x.is_cuda:
+    if x.device.type != "cpu":
         ends_E = torch.cumsum(counts_E, dim=0, dtype=torch.int32)
         weight_Eio = weight_Eoi.bfloat16().transpose(-2, -1)
         return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
