@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,3 +34,14 @@ def test_no_two_micro_batches_could_share_one_without_breaking_the_order(lengths
     """Their number is at most twice the least possible one."""
     (batches,) = pack(lengths, max_tokens)
     assert len(batches) <= 2 * -(-sum(lengths) // max_tokens)
+
+
+@pytest.mark.parametrize("rank_count", [1, 2, 3, 4, 8])
+def test_ranks_share_a_step_evenly(rank_count):
+    # Lengths as the demo's: 256 sequences of 12 to 28 tokens, in micro-batches of 2,048.
+    lengths = [12 + (7 * index * index + index) % 17 for index in range(256)]
+    plan = pack(lengths, 2048, rank_count)
+    tokens = [[sum(lengths[index] for index in batch) for batch in rank] for rank in plan]
+    slowest = sum(max(rank[position] for rank in tokens) for position in range(len(tokens[0])))
+    # What ranks wait for each other at every micro-batch, as a part of what all of them could compute meanwhile.
+    assert 1 - sum(lengths) / (slowest * rank_count) <= 0.03

@@ -22,10 +22,12 @@ def pack(lengths: Sequence[int], max_tokens: int, rank_count: int = 1) -> list[l
     # Cutting at the budget leaves a small rest at the end; the same number of cuts at the mean has none.
     batches = _cut(longest_first, lengths, max_tokens)
     if batches:
-        even = max(-(-sum(lengths) // len(batches)), lengths[longest_first[0]])
-        for target in range(even, max_tokens, max(1, (max_tokens - even) // 8)):
+        # As many as ranks can share, where there are sequences for them: else some would idle through empty ones.
+        count = min(-(-len(batches) // rank_count) * rank_count, len(lengths))
+        even = max(-(-sum(lengths) // count), lengths[longest_first[0]])
+        for target in range(even, max_tokens, max(1, even // 200)):
             candidate = _cut(longest_first, lengths, target)
-            if len(candidate) <= len(batches):
+            if len(candidate) <= count:
                 batches = candidate
                 break
     return _deal(batches, lengths, rank_count)

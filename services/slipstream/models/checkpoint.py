@@ -58,6 +58,13 @@ def save_model(model: Model, model_dir: Path, shard_bytes: int = SHARD_BYTES) ->
     write_shards(model_dir, sizes_bytes, lambda name: _weight(model, name, views[name]), shard_bytes)
 
 
+def save_tensors(sizes: Sizes, tensors: Mapping[str, Tensor], model_dir: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """The same of weights by name."""
+    save_sizes(sizes, model_dir)
+    sizes_bytes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    write_shards(model_dir, sizes_bytes, lambda name: tensors[name], shard_bytes)
+
+
 @torch.no_grad()
 def load_model(sizes: Sizes, model_dir: Path) -> Model:
     """Build the model of these sizes and copy the directory's weights into it, a file at a time.

@@ -42,22 +42,27 @@ class Routes:
         balance: bool = False,
         margins: bool = False,
         token_mask_T: Tensor | None = None,
+        share_LE: Tensor | None = None,
     ) -> None:
         """Say what the next forward pass does.
 
         `known_T` (bool): tokens whose rows of `replay_TLK` count; None means all. `token_mask_T` (bool) leaves padding
-        out of the balance loss.
+        out of the balance loss and of margins. `share_LE`: the part of a step's choices that each expert got; the
+        balance loss is then a sum over tokens, which the caller divides by those of the step, so that it comes out the
+        same however tokens are dealt out.
         """
         self.capture = capture
         self.balance = balance
         self.margins = margins
         self.token_mask_T = token_mask_T
+        self.share_LE = share_LE
         self.replay_TLK = replay_TLK
         self.known_T1 = None if known_T is None or bool(known_T.all()) else known_T.unsqueeze(1)
-        self._chosen: list[Tensor] = []
-        self._balance_terms: list[Tensor] = []
-        self._margins: list[float] = []
-        self._counts: dict[int, Tensor] = {}  # by layer, as one that is computed again comes by once more
+        # By layer, as a layer that is computed again for its gradient comes by once more.
+        self._chosen: dict[int, Tensor] = {}
+        self._balance_terms: dict[int, Tensor] = {}
+        self._margins: dict[int, float] = {}
+        self._counts: dict[int, Tensor] = {}
 
     def choose(self, layer: int, scores_TE: Tensor, choice_TE: Tensor | None = None) -> Tensor:
         """Expert ids `[T, K]` of one layer: replayed where known, else the top k of `choice_TE`, or of `scores_TE`."""
@@ -69,21 +74,24 @@ class Routes:
             if self.known_T1 is not None:
                 ids_TK = torch.where(self.known_T1, ids_TK, torch.topk(choice_TE, self.top_k, dim=-1).indices)
         if self.capture:
-            self._chosen.append(ids_TK)
+            self._chosen[layer] = ids_TK
         if self.balance:
             real_TK = ids_TK if self.token_mask_T is None else ids_TK[self.token_mask_T]
             self._counts[layer] = _counted(real_TK.reshape(-1), self.expert_count)
-            self._balance_terms.append(self._balance_term(layer, scores_TE))
+            self._balance_terms[layer] = self._balance_term(layer, scores_TE)
         if self.margins and scores_TE.shape[-1] > self.top_k:
-            best_TK = torch.topk(choice_TE, self.top_k + 1, dim=-1).values
-            self._margins.append(float((best_TK[:, -2] - best_TK[:, -1]).min()))
+            real_TE = choice_TE if self.token_mask_T is None else choice_TE[self.token_mask_T]
+            best_TK = torch.topk(real_TE, self.top_k + 1, dim=-1).values
+            self._margins[layer] = min(1.0, *(best_TK[:, -2] - best_TK[:, -1]).tolist())
         return ids_TK
 
     def captured(self) -> Tensor:
         """The experts chosen in the last forward pass, `[T, L, K]`, uint8 up to 256 experts, else uint16."""
         if not self.moe_layers:
             return torch.empty(1, 0, 0, dtype=torch.uint8)  # of any number of tokens
-        return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.expert_count <= 256 else torch.uint16)
+        return torch.stack(list(self._chosen.values()), dim=1).to(
+            torch.uint8 if self.expert_count <= 256 else torch.uint16
+        )
 
     def balance_loss(self) -> Tensor:
         """Switch-style load-balance loss, the mean over layers: 1 when experts are used evenly, up to E / K.
@@ -92,11 +100,11 @@ class Routes:
         """
         if not self.moe_layers:
             return torch.zeros(())
-        return torch.stack(self._balance_terms).mean()
+        return torch.stack(list(self._balance_terms.values())).mean()
 
     def margin(self) -> float:
         """The least by which the last expert chosen was ahead of the best of the others; 1 if there were none."""
-        return min(self._margins, default=1.0)
+        return min(self._margins.values(), default=1.0)
 
     def choice_counts(self) -> Tensor:
         """How often each expert was taken in the last forward pass with `balance`, `[L, E]`, padding left out."""
@@ -107,6 +115,8 @@ class Routes:
     def _balance_term(self, layer: int, scores_TE: Tensor) -> Tensor:
         if self.token_mask_T is not None:
             scores_TE = scores_TE[self.token_mask_T]
+        if self.share_LE is not None:
+            return self.expert_count * (scores_TE @ self.share_LE[layer]).sum()
         counts_E = self._counts[layer]
         return self.expert_count * (counts_E / counts_E.sum() * scores_TE.mean(0)).sum()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.trainer.loss_config import LossConfig, MaskedRatioLossConfig
 from slipstream.trainer.optim_config import Beta, OptimConfig
+from slipstream.trainer.parallel.layout import ContextKind, Layout
 
 
 class ModelConfig(MoeConfig):
@@ -64,6 +65,39 @@ class SftConfig(BaseConfig):
     """Steps of linear decay to zero at the end."""
 
 
+class ParallelConfig(BaseConfig):
+    """How several ranks share the model and the tokens of a step, and what a rank keeps of its activations."""
+
+    data: int | None = Field(default=None, ge=1, le=4096)
+    """Ranks with micro-batches of their own, `context` ranks for each. Unset: as many as there are ranks for."""
+
+    context: int = Field(default=1, ge=1, le=256)
+    """Ranks that share the tokens of a micro-batch, for sequences that are too long for one."""
+
+    context_kind: ContextKind = "ulysses"
+    """How attention sees the tokens of other ranks: ulysses exchanges heads for tokens (`context` ranks must be able to
+    share the heads), ring passes keys and values round."""
+
+    expert: int = Field(default=1, ge=1, le=4096)
+    """Ranks that share the experts of each layer; divides the ranks. All ranks share all other weights."""
+
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations of a block that are computed again in the backward pass: none, the cheap ones, all."""
+
+    compile: bool = False
+    """Compile each block, which takes minutes at the first step. Needs a C++ compiler."""
+
+    timeout_s: float = Field(default=120.0, gt=0)
+    """A rank for which the others have waited so long is lost: it ends the step, and is named."""
+
+    def layout(self, rank_count: int) -> Layout:
+        """Of so many ranks. Raises `ValueError` where they are too few or too many."""
+        data = self.data or max(1, rank_count // self.context)
+        if data * self.context != rank_count:
+            raise ValueError(f"{data} data ranks of {self.context} context ranks each are not the {rank_count} ranks")
+        return Layout(data, self.expert, self.context, self.context_kind)
+
+
 class TrainerConfig(ServiceConfig):
     """Everything the trainer reads."""
 
@@ -76,6 +110,7 @@ class TrainerConfig(ServiceConfig):
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = MaskedRatioLossConfig()
+    parallel: ParallelConfig = ParallelConfig()
     sft: SftConfig = SftConfig()
     lora: LoraConfig | None = None
     """Train low-rank adapters alone, from the first step on; the warm-up trains all weights."""

@@ -10,8 +10,10 @@ Nothing here is a mean until `report`: sums and the tokens themselves, as quanti
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,15 +49,37 @@ class StepFigures:
     expert_counts_LE: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """How often each expert of each MoE layer was taken; empty for a dense model."""
 
-    def add(self, tokens: TokenFigures, sums: Mapping[str, float], expert_counts_LE: NDArray[np.int64]) -> None:
-        """Take in a micro-batch."""
-        self.tokens.append(tokens)
+    def add(self, tokens: TokenFigures | None, sums: Mapping[str, float], expert_counts_LE: NDArray[np.int64]) -> None:
+        """Take in a micro-batch; its tokens too, unless another rank does."""
+        if tokens is not None:
+            self.tokens.append(tokens)
         self._add(sums, expert_counts_LE)
 
     def merge(self, other: StepFigures) -> None:
         """Take in those of another rank, as if this one had done it all."""
         self.tokens += other.tokens
         self._add(other.sums, other.expert_counts_LE)
+
+    def to_bytes(self) -> bytes:
+        """For another rank."""
+        arrays: dict[str, Any] = {"counts": self.expert_counts_LE, "names": np.array([*self.sums], dtype=np.str_)}
+        arrays["sums"] = np.array([*self.sums.values()], dtype=np.float64)
+        for number, tokens in enumerate(self.tokens):
+            arrays |= {f"{number}.{each.name}": np.asarray(getattr(tokens, each.name)) for each in fields(tokens)}
+        file = io.BytesIO()
+        np.savez(file, **arrays)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepFigures:
+        """What another rank gave."""
+        arrays = np.load(io.BytesIO(data), allow_pickle=False)
+        names = [each.name for each in fields(TokenFigures)]
+        count = sum(name.endswith(f".{names[0]}") for name in arrays.files)
+        tokens = [TokenFigures(**{name: arrays[f"{number}.{name}"] for name in names}) for number in range(count)]
+        tokens = [replace(each, lengths=list(each.lengths), unknown_count=int(each.unknown_count)) for each in tokens]
+        sums = dict(zip(arrays["names"].tolist(), arrays["sums"].tolist(), strict=True))
+        return cls(tokens, sums, arrays["counts"])
 
     def _add(self, sums: Mapping[str, float], counts_LE: NDArray[np.int64]) -> None:
         for name, value in sums.items():

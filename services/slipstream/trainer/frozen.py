@@ -1,11 +1,11 @@
 """Models beside the one that is trained, whose weights stay: the reference policy and the teacher. On the torch thread.
 
 Each costs its weights in memory and a forward pass over every micro-batch, and only exists where the loss asks for it.
+Several ranks share its weights and its tokens as they do those of the trained model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,10 @@ from slipstream.models.base import Model
 from slipstream.models.checkpoint import load_model
 from slipstream.models.registry import load_sizes
 from slipstream.trainer.config import TrainerConfig
-from slipstream.trainer.packed import Packed, pack, target_logps, temperatures
-from slipstream.trainer.sequence import TrainSequence
+from slipstream.trainer.packed import target_logps
+from slipstream.trainer.parallel.sharding import Ranked, shard
+from slipstream.trainer.parallel.slices import Slice
+from slipstream.trainer.parallel.world import World
 from slipstream.trainer.teacher import teacher_sizes
 
 
@@ -40,14 +42,22 @@ class FrozenModels:
             teacher = _freeze(load_model(teacher_sizes(config, config.loss.teacher), config.loss.teacher))
         return cls(reference, teacher)
 
+
+class FrozenLogps:
+    """What frozen models say of the targets of a micro-batch."""
+
+    def __init__(self, models: FrozenModels, world: World) -> None:
+        self._reference = None if models.reference is None else shard(models.reference, world)
+        self._teacher = None if models.teacher is None else shard(models.teacher, world)
+
     @torch.no_grad()
-    def logps(self, batch: Sequence[TrainSequence], packed: Packed) -> dict[str, Tensor]:
-        """`[R]` each: their log-probabilities of a micro-batch's targets, by the names that `LossTokens` has."""
+    def __call__(self, part: Slice, temperature_R: Tensor | None) -> dict[str, Tensor]:
+        """Log-probabilities of all targets of the micro-batch, by the names that `LossTokens` has."""
         found: dict[str, Tensor] = {}
-        if self.reference is not None:
-            found["reference_logp_T"] = _logps(self.reference, packed, batch)
-        if self.teacher is not None:
-            found["teacher_logp_T"] = _logps(self.teacher, pack(batch, replay=False), batch)
+        if self._reference is not None:
+            found["reference_logp_T"] = _logps(self._reference, part, temperature_R)
+        if self._teacher is not None:
+            found["teacher_logp_T"] = _logps(self._teacher, part, temperature_R, replay=False)
         return found
 
 
@@ -57,5 +67,6 @@ def _freeze(model: Model) -> Model:
     return model
 
 
-def _logps(model: Model, packed: Packed, batch: Sequence[TrainSequence]) -> Tensor:
-    return target_logps(packed.logits_RV(model), packed.targets_R, temperatures(batch))[0]
+def _logps(model: Ranked, part: Slice, temperature_R: Tensor | None, *, replay: bool = True) -> Tensor:
+    logps_R, _ = target_logps(model(part, replay=replay), torch.from_numpy(part.targets_R), temperature_R)
+    return model.of_targets(logps_R, part)

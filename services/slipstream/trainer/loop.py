@@ -223,27 +223,25 @@ class TrainingLoop:
         trained = PolicyVersion(version.incarnation, version.step - 1)
         counts = plan.loss_token_count, plan.sequence_count, sum(lengths)
         await self._torch.run(learner.begin, *counts, version_number(trained), checked)
-        sequences = lost = refused = 0
+        refused, begun = 0, False
         fetch_s = 0.0
         with ExitStack() as training:
             async with asyncio.TaskGroup() as group:
                 asked_s = self._fetching()
                 async for portion in self._rows.read(plan, RowForm.of(learner.model, trained), group):
                     fetch_s += time.monotonic() - asked_s
-                    if not sequences + lost:
+                    if not begun:
                         training.enter_context(self._timeline.interval("train_step", step=version.step))
-                    sequences += sum(map(len, portion.micro_batches))
-                    lost += portion.lost
+                    begun = True
                     refused += portion.refused
                     self._status.enter("training")
                     await self._torch.run(learner.add, portion.micro_batches)
                     asked_s = self._fetching()
             self._status.enter("training")
             metrics = await self._torch.run(learner.finish, version.step)
-        if lost:
-            log.warning("sequences_lost", count=lost, step=version.step)
-        figures = {"sequences": sequences, "sequences_lost": lost, "sequences_refused": refused}
-        return {**metrics, **{name: float(count) for name, count in figures.items()}}, fetch_s
+        if metrics["sequences_lost"]:
+            log.warning("sequences_lost", count=int(metrics["sequences_lost"]), step=version.step)
+        return {**metrics, "sequences_refused": float(refused)}, fetch_s
 
     def _fetching(self) -> float:
         self._status.enter("fetching")

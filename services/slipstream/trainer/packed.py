@@ -62,23 +62,6 @@ class Packed:
         return model.logits(hidden_1TD[0].index_select(0, self.source_R))
 
 
-def pack(batch: Sequence[TrainSequence], *, replay: bool = True) -> Packed:
-    """One micro-batch; without `replay`, all its tokens are routed live."""
-    return Packed.of(
-        [sequence.token_ids for sequence in batch],
-        [sequence.target_positions for sequence in batch],
-        [sequence.routes for sequence in batch] if replay else None,
-    )
-
-
-def temperatures(batch: Sequence[TrainSequence]) -> Tensor | None:
-    """One for each target; None if all are 1."""
-    if all(sequence.temperature == 1.0 for sequence in batch):
-        return None
-    counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
-    return torch.tensor([sequence.temperature for sequence in batch]).repeat_interleave(counts)
-
-
 def target_logps(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and, without gradient, the entropy of each distribution, at temperatures."""
     if temperature_R is not None:
@@ -87,3 +70,11 @@ def target_logps(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor | N
     with torch.no_grad():
         entropy_R = -(logp_RV.exp() * logp_RV).sum(-1)
     return logp_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1), entropy_R
+
+
+def temperatures(batch: Sequence[TrainSequence]) -> Tensor | None:
+    """One for each target; None if all are 1."""
+    if all(sequence.temperature == 1.0 for sequence in batch):
+        return None
+    counts = torch.tensor([len(sequence.target_positions) for sequence in batch])
+    return torch.tensor([sequence.temperature for sequence in batch]).repeat_interleave(counts)

@@ -20,7 +20,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.trainer import telemetry
 from slipstream.trainer.fetch import Part, RefId, RowsClient, ref_id
 from slipstream.trainer.rows import RowForm, RowsRefused, references, stitch
-from slipstream.trainer.sequence import TrainSequence
+from slipstream.trainer.sequence import Lost, TrainSequence
 from slipstream.trainer.torch_thread import TorchThread
 
 log = structlog.get_logger()
@@ -70,10 +70,9 @@ def cut(plan: batch_pb2.Plan, limit_bytes: int) -> list[Portion]:
 
 @dataclass(frozen=True)
 class Stitched:
-    """Micro-batches ready to train, and how many of their sequences had lost their rows, or had wrong ones."""
+    """Micro-batches ready to train, but for those of their sequences that had lost their rows, or had wrong ones."""
 
-    micro_batches: list[list[TrainSequence]]
-    lost: int
+    micro_batches: list[list[TrainSequence | Lost]]
     refused: int
     """Among those lost."""
 
@@ -140,12 +139,18 @@ def _pairs(portion: Portion, batches: list[list[Made]]) -> Iterator[tuple[batch_
 
 def _kept(portion: Portion, batches: list[list[Made]]) -> Stitched:
     """What can be trained; what was refused again is lost."""
-    kept = [[made for made in batch if isinstance(made, TrainSequence)] for batch in batches]
     refused = [(planned, made) for planned, made in _pairs(portion, batches) if isinstance(made, RowsRefused)]
     for planned, error in refused:
         log.error("rollout_lost", rollout_id=planned.rollout_id, field=error.field, detail=str(error))
         telemetry.rollouts_refused.labels(error.field).inc()
-    return Stitched(kept, sum(map(len, batches)) - sum(map(len, kept)), len(refused))
+    there = [
+        [
+            made if isinstance(made, TrainSequence) else Lost(max(0, planned.token_count - 1))
+            for planned, made in zip(batch.sequences, made_of_batch, strict=True)
+        ]
+        for batch, made_of_batch in zip(portion.micro_batches, batches, strict=True)
+    ]
+    return Stitched(there, len(refused))
 
 
 def _kept_parts(portion: Portion, parts: Mapping[RefId, Part], shared: Mapping[RefId, Part]) -> dict[RefId, Part]:

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.algorithms.mismatch import mismatch
-from slipstream.models.base import Model
-from slipstream.trainer.packed import pack, target_logps, temperatures
+from slipstream.trainer.packed import target_logps, temperatures
+from slipstream.trainer.parallel.sharding import Ranked
+from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.sequence import TrainSequence
 
 PARTS = ("kl", "numeric", "policy_lag", "stale_kv")
@@ -22,27 +23,36 @@ PARTS = ("kl", "numeric", "policy_lag", "stale_kv")
 
 @torch.no_grad()
 def check_replay(
-    model: Model, batch: Sequence[TrainSequence], replayed_logp_R: NDArray[np.float32], trained: int
+    ranked: Ranked, batch: Sequence[TrainSequence], part: Slice, replayed_logp_R: NDArray[np.float32], trained: int
 ) -> dict[str, float]:
-    """Figures of a micro-batch whose log-probabilities with replay are known. R = targets."""
-    packed = pack(batch, replay=False)
-    live_R, _ = target_logps(packed.logits_RV(model, capture=True), packed.targets_R, temperatures(batch))
-    live_TLK = model.routes.captured().numpy()
+    """Figures of a micro-batch whose log-probabilities with replay are known. R = targets.
+
+    All ranks take part, and `routes_flipped_fraction` is over all of them; the rest is of this rank's micro-batch.
+    """
+    logits_RV = ranked(part, replay=False, capture=True)
+    temperature_R = temperatures(batch)
+    here_R = None if temperature_R is None else temperature_R[torch.from_numpy(part.target_index_R)]
+    own_R, _ = target_logps(logits_RV, torch.from_numpy(part.targets_R), here_R)
+    live_R = ranked.of_targets(own_R, part).numpy()
+    figures = {"replay_check_tokens": float(live_R.size), "routes_flipped_fraction": _flipped(ranked, part)}
+    if not live_R.size:
+        return figures
     engine_R, sampled_R, oldest_R = (
         np.concatenate([getattr(sequence, name) for sequence in batch])
         for name in ("engine_logps", "sampled_at", "kv_oldest")
     )
-    figures = {"replay_check_tokens": float(live_R.numel()), "routes_flipped_fraction": _flipped(batch, live_TLK)}
-    for name, logp_R in (("replay_on", replayed_logp_R), ("replay_off", live_R.numpy())):
+    for name, logp_R in (("replay_on", replayed_logp_R), ("replay_off", live_R)):
         found = mismatch(logp_R, engine_R, sampled_R, oldest_R, trained)
         figures |= {f"{name}_{part}": getattr(found, part) for part in PARTS}
         figures |= {f"replay_check_{part}_fraction": getattr(found, f"{part}_fraction") for part in PARTS[1:]}
     return figures
 
 
-def _flipped(batch: Sequence[TrainSequence], live_TLK: NDArray[np.uint8]) -> float:
+def _flipped(ranked: Ranked, part: Slice) -> float:
     """Part of the recorded choices that the trainer would make otherwise: another set of experts, in one layer."""
-    recorded_TLK = np.concatenate([sequence.routes.rows for sequence in batch])
-    known_T = np.concatenate([sequence.known_N for sequence in batch])
-    same_TL = (np.sort(recorded_TLK, axis=-1) == np.sort(live_TLK, axis=-1)).all(-1)[known_T]
-    return float(1.0 - same_TL.mean()) if same_TL.size else 0.0
+    recorded_S = part.known_S & part.real_S
+    recorded_SLK, live_SLK = part.replay_SLK[recorded_S], ranked.model.routes.captured().numpy()
+    live_SLK = live_SLK[recorded_S] if live_SLK.size else recorded_SLK
+    same_SL = (np.sort(recorded_SLK, axis=-1) == np.sort(live_SLK, axis=-1)).all(-1)
+    flipped, all_of_them = ranked.world.sum(torch.tensor([(~same_SL).sum(), same_SL.size])).tolist()
+    return flipped / all_of_them if all_of_them else 0.0

@@ -1,15 +1,20 @@
-"""One sequence to train on, as arrays. numpy only."""
+"""One sequence to train on, as arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.common.version import PolicyVersion
-from slipstream.engine.routes import RouteRows
+from slipstream.engine.routes import RouteRows, route_dtype
+
+if TYPE_CHECKING:
+    from slipstream.models.routing import Routes
 
 _INCARNATION_BITS = 40
 
@@ -17,6 +22,13 @@ _INCARNATION_BITS = 40
 def version_number(version: PolicyVersion) -> int:
     """A number that orders as versions do, for arrays."""
     return (version.incarnation << _INCARNATION_BITS) | version.step
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The place of a rollout whose tokens nobody has any more."""
+
+    input_count: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,11 @@ class TrainSequence:
     unknown_logp_count: int = 0
     """Sampled tokens that are no targets, as the engine gave no log-probability: NaN, infinite or above 0."""
 
+    @property
+    def input_count(self) -> int:
+        """Tokens that go through the model: the last one is a target only."""
+        return len(self.token_ids) - 1
+
     @cached_property
     def known_N(self) -> NDArray[np.bool_]:
         """`[N - 1]`: positions whose experts are recorded."""
@@ -62,3 +79,18 @@ class TrainSequence:
         if mixed and self.routes.recomputed_from is not None:  # else what was computed again came out the same
             replayed_N[self.routes.recomputed_from :] = False
         return replayed_N[self.target_positions - 1]
+
+
+def plain_sequence(token_ids: Sequence[int], form: Routes) -> TrainSequence:
+    """Tokens that all but the first are targets, without a record of anything."""
+    count = len(token_ids) - 1
+    rows = np.zeros((count, form.moe_layers, form.top_k), route_dtype(form.expert_count))
+    return TrainSequence(
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        target_positions=np.arange(1, count + 1),
+        engine_logps=np.zeros(count, np.float32),
+        sampled_at=np.zeros(count, np.int64),
+        kv_oldest=np.zeros(count, np.int64),
+        routes=RouteRows(rows, 0, ((0, count),)),
+        advantage=0.0,
+    )

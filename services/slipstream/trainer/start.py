@@ -25,6 +25,7 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called."""
     from slipstream.models.lora.adapters import attach
     from slipstream.trainer.frozen import FrozenModels
+    from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
 
     def on_progress(progress: SftProgress) -> None:
@@ -37,7 +38,9 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
     if config.lora is not None:
         attach(model, config.lora, config.seed)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    return Learner(model, config.optim, config.loss, FrozenModels.load(config)), figures
+    world = World(config.parallel.layout(1))
+    learner = Learner(model, config.optim, config.loss, FrozenModels.load(config), world, config.parallel)
+    return learner, figures
 
 
 def make_model(

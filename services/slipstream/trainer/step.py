@@ -9,42 +9,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from slipstream.algorithms.tokens import LossTokens, StepTotals
+from slipstream.algorithms.tokens import LossTerms, LossTokens, StepTotals
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.lora.adapters import adapters_of
 from slipstream.trainer.clock import PhaseClock
+from slipstream.trainer.config import ParallelConfig
 from slipstream.trainer.cost import ModelCost, memory
 from slipstream.trainer.figures import StepFigures, TokenFigures
-from slipstream.trainer.frozen import FrozenModels
+from slipstream.trainer.frozen import FrozenLogps, FrozenModels
 from slipstream.trainer.loss_config import LossConfig
 from slipstream.trainer.objective import build_objective
 from slipstream.trainer.offload import ActivationOffload
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import ModelOptimizer
-from slipstream.trainer.packed import Packed, pack, target_logps, temperatures
+from slipstream.trainer.packed import target_logps, temperatures
+from slipstream.trainer.parallel.agreement import agree
+from slipstream.trainer.parallel.export import boxes_of, places_of, whole_tensors
+from slipstream.trainer.parallel.sharding import gradient_norm, scale_gradient, shard, slice_for
+from slipstream.trainer.parallel.slices import Slice
+from slipstream.trainer.parallel.world import World
 from slipstream.trainer.replay_check import check_replay
-from slipstream.trainer.sequence import TrainSequence
+from slipstream.trainer.sequence import Lost, TrainSequence, plain_sequence
+from slipstream.weights.manifest import Box
 
 
 class Learner:
-    """The model, its optimizer, and the frozen models that its loss asks for."""
+    """The model, its optimizer, and the frozen models that its loss asks for: one rank's part of them.
 
-    def __init__(self, model: Model, optim: OptimConfig, loss: LossConfig, frozen: FrozenModels | None = None) -> None:
+    Every rank calls the same methods in the same order. Given alike, so are the models, whole and the same on all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optim: OptimConfig,
+        loss: LossConfig,
+        frozen: FrozenModels | None = None,
+        world: World | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
         self.model = model
+        self.world = world or World()
+        parallel = parallel or ParallelConfig()
         self._optim = optim
         self._objective = build_objective(loss)
-        self._frozen = frozen or FrozenModels()
+        self._cost = ModelCost.of(model)
+        self._places = places_of(model)
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        self.ranked = shard(model, self.world, parallel.checkpointing, parallel.compile)
+        self._frozen = FrozenLogps(frozen or FrozenModels(), self.world)
         self.optimizer = ModelOptimizer(model.named_parameters(), optim)
         self._offload = ActivationOffload(enabled=optim.offload_activations)
         self.device = next(model.parameters()).device
-        self._cost = ModelCost.of(model)
         self._clock = PhaseClock(self.device)
+        sizes = model.sizes
+        self.expert_share_LE = torch.full((sizes.moe_layers, sizes.n_experts), 1.0 / max(1, sizes.n_experts))
+        """Part of the choices of the previous step, over all ranks, that each expert got; even before the first."""
 
     def train(
         self,
@@ -71,47 +99,56 @@ class Learner:
         trained: int,
         checked: int | None = None,
     ) -> None:
-        """Start a step of so many trained tokens, sequences that have some, and inputs, over all ranks.
+        """Start a step of so many trained tokens and sequences that have some over all ranks, and inputs of this one.
 
         `trained`: version number of the weights.
         `checked`: the micro-batch, from 0, whose mismatch is also looked at without replay.
         """
         self.optimizer.zero_grad()
         self._denominators = StepTotals(float(loss_token_count), float(max(1, sequence_count)))
-        self._input_token_count = input_token_count
+        own = input_token_count if self.world.context_rank == 0 else 0
+        self._input_token_count = max(1, int(self.world.sum(torch.tensor(own))))
         self._trained, self._checked, self._added = trained, checked, 0
-        self._figures = StepFigures()
+        self.figures = StepFigures()
         self._replay_check: dict[str, float] = {}
         self._clock.read()
 
-    def add(self, micro_batches: Sequence[Sequence[TrainSequence]]) -> None:
-        """Add their gradients; nothing of them is kept but figures."""
+    def add(self, micro_batches: Sequence[Sequence[TrainSequence | Lost]]) -> None:
+        """Add their gradients; nothing of them is kept but figures. Ranks add the same number of micro-batches."""
         for batch in micro_batches:
-            if batch:  # one rank: an empty one has no collective to keep in step
-                logp_R = self._backward(batch)
-                if self._added == self._checked:
-                    with self._clock.phase("replay_check"):
-                        self._replay_check = check_replay(self.model, batch, logp_R, self._trained)
+            self.world.arrive()
+            agreed = agree(batch, self.world)
+            checked = self._added == self._checked
             self._added += 1
+            lost = {"sequences_lost": self._whole(len(batch) - len(_there(agreed)))}
+            self.figures.add(None, lost, np.zeros((0, 0), np.int64))
+            if agreed or not self.world.alone:  # alone, an empty one has no collective to keep in step
+                part = slice_for(self.ranked, agreed)
+                logp_R = self._backward(_there(agreed), part)
+                if checked:
+                    with self._clock.phase("replay_check"):
+                        self._replay_check = check_replay(self.ranked, _there(agreed), part, logp_R, self._trained)
 
     def finish(self, step: int) -> dict[str, float]:
-        """Take optimizer step `step` (from 1); returns its figures.
+        """Take optimizer step `step` (from 1); returns its figures, at rank 0 those of all ranks.
 
         Where loss or gradient is not finite, weights and optimizer stay as they are, and `step_skipped` is 1.
         """
-        figures, self._figures = self._figures, StepFigures()
+        figures, self.figures = self.figures, StepFigures()
         with self._clock.phase("optimizer"):
-            parameters = [p for p in self.model.parameters() if p.grad is not None]
-            norm = torch.zeros(())
-            if figures.tokens:
-                norm = torch.nn.utils.clip_grad_norm_(parameters, self._optim.max_grad_norm)
-            skipped = not (math.isfinite(figures.sums.get("loss", 0.0)) and bool(torch.isfinite(norm)))
+            norm = gradient_norm(self.ranked)
+            loss = self.world.sum(torch.tensor(figures.sums.get("loss", 0.0)))
+            skipped = not bool(torch.isfinite(loss) & torch.isfinite(norm))  # of all ranks or of none
+            if norm > self._optim.max_grad_norm:
+                scale_gradient(self.ranked, self._optim.max_grad_norm / (float(norm) + 1e-6))
             lr = 0.0 if skipped else self.optimizer.step(step)
             if skipped:
                 self.optimizer.zero_grad()
+        counts_LE, figures = torch.from_numpy(figures.expert_counts_LE), self._of_all_ranks(figures)
         if skipped:  # its figures say nothing of the model
             sums = {name: value for name, value in figures.sums.items() if math.isfinite(value)}
             return {**sums, "step_skipped": 1.0, **self._clock.read(), **memory(self.device)}
+        self._note_choices(counts_LE)
         return {
             "loss": 0.0,
             "balance_loss": 0.0,
@@ -124,47 +161,83 @@ class Learner:
             **memory(self.device),
         }
 
-    def _backward(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
-        """Add its gradient and figures; returns the log-probabilities of its targets."""
-        packed, clock = pack(batch), self._clock
+    def _backward(self, batch: Sequence[TrainSequence], part: Slice) -> NDArray[np.float32]:
+        """Add the gradient of this rank's slice, and figures; returns the log-probabilities of all targets."""
+        clock, temperature_R = self._clock, temperatures(batch)
         with clock.phase("frozen"):
-            frozen = self._frozen.logps(batch, packed)  # first: they keep no activations
+            frozen = self._frozen(part, temperature_R)  # first: they keep no activations
         with clock.phase("forward"), self._offload.forward():
-            logits_RV = packed.logits_RV(self.model, balance=True)
-            new_R, entropy_R = target_logps(logits_RV, packed.targets_R, temperatures(batch))
-        old_R = torch.from_numpy(np.concatenate([sequence.engine_logps for sequence in batch]))
-        advantages = [sequence.advantage for sequence in batch]
+            new_R, entropy_R = self._logps(part, temperature_R, share_LE=self.expert_share_LE)
+        old_R = torch.from_numpy(_joined([sequence.engine_logps for sequence in batch], np.float32))
         counts = [len(sequence.target_positions) for sequence in batch]
-        lengths = [len(sequence.token_ids) - 1 for sequence in batch]
         with clock.phase("loss"):
-            terms = self._objective(
-                LossTokens.of_lengths(new_R, old_R, advantages, counts, **frozen), self._denominators
+            tokens = LossTokens.of_lengths(
+                new_R, old_R.to(self.device), [sequence.advantage for sequence in batch], counts, **frozen
             )
-            balance = self.model.routes.balance_loss() * (packed.tokens_1T.numel() / self._input_token_count)
+            # Of no tokens there is no loss, but a gradient of zero, by which all ranks stay in step.
+            none = LossTerms(new_R.sum(), torch.zeros(0, dtype=torch.bool))
+            terms = self._objective(tokens, self._denominators) if part.target_count else none
+            balance = self.model.routes.balance_loss() / self._input_token_count
         with clock.phase("backward"):
             (terms.loss + self._optim.balance_coefficient * balance).backward()
-        sums = {"loss": float(terms.loss.detach()), "balance_loss": float(balance.detach()), **terms.figures}
-        sums["logps_unknown"] += sum(sequence.unknown_logp_count for sequence in batch)
+        lengths = [sequence.input_count for sequence in batch]
+        sums = {"loss": float(terms.loss.detach()), **terms.figures}
+        sums["logps_unknown"] = sums.get("logps_unknown", 0.0) + sum(each.unknown_logp_count for each in batch)
         sums["model_flops"] = self._cost.flops(lengths, sum(counts))
-        tokens = TokenFigures(
-            logp_R=new_R.detach().numpy(),
-            entropy_R=entropy_R.numpy(),
-            inactive_R=terms.inactive_T.numpy(),
+        sums["sequences"] = len(batch)
+        sums = {name: self._whole(value) for name, value in sums.items()}
+        sums["balance_loss"] = float(balance.detach())
+        logp_R = new_R.detach().cpu().numpy()
+        figures = TokenFigures(
+            logp_R=logp_R,
+            entropy_R=entropy_R.cpu().numpy(),
+            inactive_R=terms.inactive_T.cpu().numpy(),
             engine_R=old_R.numpy(),
-            sampled_R=np.concatenate([sequence.sampled_at for sequence in batch]),
-            oldest_R=np.concatenate([sequence.kv_oldest for sequence in batch]),
-            replayed_R=np.concatenate([sequence.replayed_R for sequence in batch]),
+            sampled_R=_joined([sequence.sampled_at for sequence in batch], np.int64),
+            oldest_R=_joined([sequence.kv_oldest for sequence in batch], np.int64),
+            replayed_R=_joined([sequence.replayed_R for sequence in batch], np.bool_),
             lengths=lengths,
             unknown_count=sum(int((~sequence.known_N).sum()) for sequence in batch),
         )
-        self._figures.add(tokens, sums, self.model.routes.choice_counts().numpy())
-        return tokens.logp_R
+        self.figures.add(
+            figures if self.world.context_rank == 0 else None,
+            sums,
+            self.model.routes.choice_counts().cpu().numpy(),
+        )
+        return logp_R
+
+    def _logps(self, part: Slice, temperature_R: Tensor | None, **how: Any) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of all targets of a micro-batch, and entropies, which have no gradient."""
+        logits_RV = self.ranked(part, **how)
+        here_R = None if temperature_R is None else temperature_R[torch.from_numpy(part.target_index_R)]
+        targets_R = torch.from_numpy(part.targets_R).to(self.device)
+        logps_R, entropy_R = target_logps(logits_RV, targets_R, None if here_R is None else here_R.to(self.device))
+        return self.ranked.of_targets(logps_R, part), self.ranked.of_targets(entropy_R, part)
+
+    def _whole(self, value: float) -> float:
+        """A figure of a whole micro-batch, which all ranks of a context group have: counted by one of them."""
+        return float(value) if self.world.context_rank == 0 else 0.0
+
+    def _of_all_ranks(self, figures: StepFigures) -> StepFigures:
+        """At rank 0, those of all; elsewhere this rank's."""
+        if self.world.alone:
+            return figures
+        whole = StepFigures()
+        for data in self.world.gather(figures.to_bytes()):
+            whole.merge(StepFigures.from_bytes(data))
+        return whole if self.world.rank == 0 else figures
+
+    def _note_choices(self, counts_LE: Tensor) -> None:
+        """What the next step's balance loss goes by; a rank may have come by no tokens."""
+        share_LE = self.expert_share_LE
+        counts_LE = self.world.sum(counts_LE if counts_LE.numel() else torch.zeros(share_LE.shape, dtype=torch.int64))
+        if counts_LE.any():
+            self.expert_share_LE = (counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)).float()
 
     @torch.no_grad()
     def logps(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
         """Log-probabilities of the targets of a micro-batch, routes replayed."""
-        packed = pack(batch)
-        return target_logps(packed.logits_RV(self.model), packed.targets_R, temperatures(batch))[0].numpy()
+        return self._logps(slice_for(self.ranked, batch), temperatures(batch))[0].cpu().numpy()
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> tuple[list[float], float]:
@@ -172,20 +245,35 @@ class Learner:
 
         A margin near zero means that rounding could choose another expert, and that engine and trainer may differ.
         """
-        ids = np.asarray(token_ids, dtype=np.int32)
-        packed = Packed.of([ids], [np.arange(1, len(ids))])
-        logps_R, _ = target_logps(packed.logits_RV(self.model, margins=True), packed.targets_R)
-        return logps_R.tolist(), self.model.routes.margin()
+        part = slice_for(self.ranked, [plain_sequence(token_ids, self.model.routes)])
+        logps_R, _ = self._logps(part, None, replay=False, margins=True)
+        return logps_R.tolist(), float(self.world.smallest(torch.tensor(self.model.routes.margin())))
 
     @torch.no_grad()
     def export(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of all weights by Hugging Face name, adapters merged: later steps leave them alone."""
+        """Copies of all weights by Hugging Face name, adapters merged: later steps leave them alone. Of a rank alone."""
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
 
     @torch.no_grad()
     def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
-        """Copies of the adapter's tensors, and of the weights that it is added to."""
+        """Copies of the adapter's tensors, and of the weights that it is added to. Of a rank alone."""
         adapters = adapters_of(self.model)
         assert adapters is not None
         tensors = {**(to_hf(self.model, merged=False) if with_base else {}), **adapters.tensors()}
         return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+
+    def export_boxes(self) -> list[Box]:
+        """Copies of the weights that this rank holds, by Hugging Face name."""
+        return boxes_of(self.model, self._places)
+
+    def whole_tensors(self) -> dict[str, Tensor]:
+        """All weights by Hugging Face name at rank 0, nothing elsewhere; all ranks take part."""
+        return whole_tensors(self.model, self._places, keep=self.world.rank == 0)
+
+
+def _there(batch: Sequence[TrainSequence | Lost]) -> list[TrainSequence]:
+    return [sequence for sequence in batch if isinstance(sequence, TrainSequence)]
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -120,18 +120,33 @@ class Manifest:
         )
 
 
+@dataclass(frozen=True)
+class Box:
+    """Values of a part of one tensor, in Hugging Face names and coordinates."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: np.ndarray
+
+
 def describe_tensors(tensors: Mapping[str, np.ndarray]) -> tuple[tuple[WeightSlice, ...], list[memoryview]]:
     """Whole tensors as slices, with their bytes in the same order. Non-contiguous ones are copied."""
+    return describe_boxes(Box(name, values.shape, (0,) * values.ndim, values) for name, values in tensors.items())
+
+
+def describe_boxes(boxes: Iterable[Box]) -> tuple[tuple[WeightSlice, ...], list[memoryview]]:
+    """The same of parts of tensors."""
     slices, buffers = [], []
-    for name, values in tensors.items():
-        array = np.ascontiguousarray(values)
+    for box in boxes:
+        name, array = box.name, np.ascontiguousarray(box.values)
         dtype = next((label for label, known in _DTYPES.items() if known == array.dtype), None)
         if dtype is None:
             raise Unsupported(f"{name} has dtype {array.dtype}", slice=name)
         data = memoryview(array.reshape(-1).view(np.uint8).data)
-        shape, origin = tuple(array.shape), (0,) * array.ndim
-        checksum = slice_checksum(name, array, shape, origin)
-        slices.append(WeightSlice(name, shape, origin, shape, dtype, data.nbytes, zlib.crc32(data), checksum))
+        shape, whole, offsets = tuple(array.shape), tuple(box.global_shape), tuple(box.offsets)
+        checksum = slice_checksum(name, array, whole, offsets)
+        slices.append(WeightSlice(name, whole, offsets, shape, dtype, data.nbytes, zlib.crc32(data), checksum))
         buffers.append(data)
     return tuple(slices), buffers
 

@@ -71,6 +71,12 @@ class PermutingDispatcher(LocalTokenDispatcher):
         return (rows_ND.view(x_TD.shape[0], self.top_k, -1) * metadata.scores_TK.unsqueeze(2)).sum(1)
 
 
+def _local(weight: Tensor) -> Tensor:
+    """The experts of this rank, where they are spread over several. Importing DTensor's class takes a second."""
+    part: Any = weight
+    return part.to_local() if hasattr(part, "to_local") else weight
+
+
 class SplitExperts(GroupedExperts):
     """Gated experts in the dtype of their weights, in a loop over the rows of each expert."""
 
@@ -86,7 +92,7 @@ class SplitExperts(GroupedExperts):
         if x_RD.device.type != "cpu" and self.activation is F.silu:
             return super().forward(x_RD, num_tokens_per_expert_E)  # one grouped kernel, in bfloat16
         # unbind: one backward node a weight; indexing would make a full-size zero gradient for each expert.
-        weights = zip(self.w1_EFD.unbind(0), self.w2_EDF.unbind(0), self.w3_EFD.unbind(0), strict=True)
+        weights = zip(*(_local(w).unbind(0) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)), strict=True)
         splits = x_RD.split(num_tokens_per_expert_E.tolist())
         return torch.cat(
             [
