@@ -62,7 +62,7 @@ class Learner:
         self._optim = optim
         self._objective = build_objective(loss)
         self._cost = ModelCost.of(model)
-        self._places = places_of(model)
+        self._places = {} if self.world.alone else places_of(model)
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         self.ranked = shard(model, self.world, parallel.checkpointing, parallel.compile)
         self._frozen = FrozenLogps(frozen or FrozenModels(), self.world)
@@ -251,7 +251,7 @@ class Learner:
 
     @torch.no_grad()
     def export(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of all weights by Hugging Face name, adapters merged: later steps leave them alone. Of a rank alone."""
+        """Copies of all weights, adapters merged, by Hugging Face name: later steps leave them be. Of a rank alone."""
         return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
 
     @torch.no_grad()
@@ -268,6 +268,8 @@ class Learner:
 
     def whole_tensors(self) -> dict[str, Tensor]:
         """All weights by Hugging Face name at rank 0, nothing elsewhere; all ranks take part."""
+        if self.world.alone:
+            return to_hf(self.model)
         return whole_tensors(self.model, self._places, keep=self.world.rank == 0)
 
 

@@ -174,6 +174,7 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_been(algorithm):
     whole, half = trained(optim(algorithm=algorithm), 3), trained(optim(algorithm=algorithm), 2)
     fresh = Learner(half.model, optim(algorithm=algorithm), ClippedLossConfig())
     fresh.optimizer.load_state({name: dict(state) for name, state in half.optimizer.state.items()})
+    fresh.expert_share_LE = half.expert_share_LE
     batch = [sequence(30), sequence(31, advantage=-1.0)]
     fresh.train([batch[:1], batch[1:]], step=3, loss_token_count=10, trained=BASE)
     one, other = whole.export(), fresh.export()
