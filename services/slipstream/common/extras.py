@@ -26,6 +26,9 @@ RUN_MODULES = (
 )
 """What a run of all services on one machine imports beyond the base dependencies: the extra `demo`."""
 
+FINE_TUNING_MODULES = ("jinja2", "numpy", "safetensors", "tokenizers", "torch", "torchtitan")
+"""What fine-tuning on conversations imports: the extra `trainer`."""
+
 
 def missing_modules(names: Sequence[str] = RUN_MODULES) -> list[str]:
     """Those of `names` that are not installed."""

@@ -17,6 +17,9 @@ MAX_REWARD = 1e30
 
 Split = Literal["train", "held_out"]
 
+Turns = Literal["all", "last"]
+"""Turns of the assistant in a conversation."""
+
 
 @dataclass(frozen=True)
 class Task:

@@ -136,6 +136,25 @@ class ExpressionConfig(BaseEnvironmentConfig):
         return self
 
 
+class ReasoningGymConfig(BaseEnvironmentConfig):
+    """Any data set of reasoning-gym, judged by its own scorer."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str = Field(default="reasoning_gym", pattern=r"^[A-Za-z0-9_.-]+$")
+
+    dataset: str = Field(min_length=1)
+    """Its name there, such as "chain_sum"."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of its configuration, such as `max_terms`."""
+
+    before: str = ""
+    """Text before each question."""
+
+    after: str = ""
+    """Text after each question."""
+
+
 class ImportedConfig(BaseEnvironmentConfig):
     """A third party's environment, found by import path."""
 
@@ -149,4 +168,6 @@ class ImportedConfig(BaseEnvironmentConfig):
     """Whatever that environment wants to be told."""
 
 
-EnvironmentConfig = Annotated[SpellBackwardConfig | ExpressionConfig | ImportedConfig, Field(discriminator="type")]
+EnvironmentConfig = Annotated[
+    SpellBackwardConfig | ExpressionConfig | ReasoningGymConfig | ImportedConfig, Field(discriminator="type")
+]

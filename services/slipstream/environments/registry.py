@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from slipstream.common.config import ConfigError
 from slipstream.common.imports import import_callable
 from slipstream.environments.base import Environment
-from slipstream.environments.config import EnvironmentConfig, ExpressionConfig, ImportedConfig, SpellBackwardConfig
+from slipstream.environments.config import (
+    EnvironmentConfig,
+    ExpressionConfig,
+    ImportedConfig,
+    ReasoningGymConfig,
+    SpellBackwardConfig,
+)
 from slipstream.environments.expression import Expression
+from slipstream.environments.reasoning_gym import ReasoningGym
 from slipstream.environments.spell_backward import SpellBackward
 
 
@@ -28,6 +35,8 @@ def _build(config: EnvironmentConfig, seed: int) -> Environment:
             return SpellBackward(config, seed)
         case ExpressionConfig():
             return Expression(config, seed)
+        case ReasoningGymConfig():
+            return ReasoningGym(config, seed)
         case ImportedConfig():
             return _import(config, seed)
 

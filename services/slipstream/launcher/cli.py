@@ -27,7 +27,9 @@ usage: slipstream COMMAND
 
   rl @ FILE.toml [--section.field=VALUE]...   run everything: warm-up, evaluation, reinforcement learning, report
   up @ FILE.toml [--section.field=VALUE]...   the same, but stay up after the end, until stopped
-  sft @ FILE.toml [--section.field=VALUE]...  the supervised warm-up alone; leaves runs/NAME/model
+  sft @ FILE.toml [--section.field=VALUE]...  fine-tune on the conversations of [data], or without that section do the
+                                              supervised warm-up alone; leaves runs/NAME/model
+  sft --resume RUN [--section.field=VALUE]... go on with a fine-tuning that was stopped or killed
   status [RUN]                                show each service of a run, its version and its load
   stop [RUN]                                  end a run and wait until nothing of it is left
   report [RUN]                                make report.json and report.html of a run again
@@ -35,6 +37,7 @@ usage: slipstream COMMAND
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
   prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
   certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services
+  problems DATASET FILE.jsonl [--count N]...  write problems of reasoning-gym with their answers, for sft
   convert SOURCE TARGET [--dtype D]           write a model directory: from another one, a GGUF file or a package
   --version                                   print the version
 
@@ -105,6 +108,10 @@ def _up(arguments: list[str]) -> int:
 
 
 def _sft(arguments: list[str]) -> int:
+    from slipstream.launcher.chat import asked_for, sft_on_chat
+
+    if asked_for(arguments):
+        return sft_on_chat(arguments)
     config = load(arguments, "slipstream sft")
     if config is None:
         return 0
@@ -180,6 +187,12 @@ def _convert(arguments: list[str]) -> int:
     return subprocess.run([sys.executable, "-m", "slipstream.models.convert", *arguments], check=False).returncode
 
 
+def _problems(arguments: list[str]) -> int:
+    from slipstream.environments.problems import run
+
+    return run(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -244,5 +257,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "prepare": _prepare,
     "certs": _certs,
     "convert": _convert,
+    "problems": _problems,
     "--version": _version,
 }

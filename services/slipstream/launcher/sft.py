@@ -31,7 +31,7 @@ def run_sft(config: RunConfig) -> int:
     write_configs(run, {REPLICA: resolve(config, run, nowhere, redis_url="redis://localhost")[REPLICA]})
     print(f"warming up in {shown(run.path)}; log: {shown(run.log_file(REPLICA))}", flush=True)
     try:
-        code = _run(service_command("slipstream.trainer.sft", run, REPLICA))
+        code = run_child(service_command("slipstream.trainer.sft", run, REPLICA))
     finally:
         lock.release()
     if code is None:
@@ -45,7 +45,7 @@ def run_sft(config: RunConfig) -> int:
     return code
 
 
-def _run(command: tuple[str, ...]) -> int | None:
+def run_child(command: tuple[str, ...]) -> int | None:
     """Run to the end with our own output; passes a stop signal on, and dies with us. None: `slipstream stop`."""
     process = subprocess.Popen(child.guarded(command), process_group=0)
 

@@ -84,8 +84,8 @@ def refused(tmp_path, monkeypatch, capsys):
         ("[trainer.loss]\ntype = 'import'\npath = 'mine'", "x.toml: trainer.loss.path: must match "),
         ("[orchestrator.advantage]\ntype = 'grop_mean'", "x.toml: orchestrator.advantage.type: 'grop_mean' is none of group_normalized, group_mean, leave_one_out, max_rl, length_penalized, import; did you mean 'group_mean'?"),
         ("[orchestrator.advantage]\ntype = 'length_penalized'\nweight = -1", "x.toml: orchestrator.advantage.weight: must be at least 0 (got -1)"),
-        ("[[environments]]\nweight = 1", "x.toml: environments.0.type is required; it is one of spell_backward, expression, import"),
-        ("[[environments]]\ntype = 'speling'", "x.toml: environments.0.type: 'speling' is none of spell_backward, expression, import"),
+        ("[[environments]]\nweight = 1", "x.toml: environments.0.type is required; it is one of spell_backward, expression, reasoning_gym, import"),
+        ("[[environments]]\ntype = 'speling'", "x.toml: environments.0.type: 'speling' is none of spell_backward, expression, reasoning_gym, import"),
         ("[[environments]]\ntype = 'import'\nname = 'a'", "x.toml: environments.0.path is required"),
         ("[[environments]]\ntype = 'import'\nname = 'a'\npath = 'a.b'", "x.toml: environments.0.path: must match "),
         ("[[environments]]\ntype = 'expression'\nmax_target = 100", "x.toml: environments.0.max_target: the range holds no more numbers"),
@@ -250,7 +250,7 @@ def test_help_shows_no_type_of_python_and_every_variant(capsys):
     for word in ("PosixPath", "typing", "Optional", "None", "<class", "Annotated", "PydanticUndefined", "{}"):
         assert word not in printed
     assert "--runner.spool-limit-bytes BYTES  (at least 1 MiB, default 256 MiB)" in printed
-    assert "  type  spell_backward | expression | import" in printed
+    assert "  type  spell_backward | expression | reasoning_gym | import" in printed
     assert '  type = "clipped"' in printed
     assert "--launcher.restart never|on_failure  (default never)" in printed
     assert max(map(len, printed.splitlines())) <= 120
@@ -272,3 +272,33 @@ def test_a_flag_sets_one_item_of_a_list_by_number_or_name(tmp_path, monkeypatch,
         main(["rl", "@", "base.toml", *flags, "--dry-run"])
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line.startswith("weight = ")] == ["weight = 2.0", "weight = 5.0"]
+
+
+def test_the_fine_tuning_example_passes_every_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["sft", "@", str(EXAMPLES / "sft-smollm2.toml"), "--dry-run"]
+    for missing, made in (
+        ("start.initial 'smollm2' is no directory", lambda: Path("smollm2").mkdir()),
+        ("data.train 'sums.jsonl' is no file", Path("sums.jsonl").touch),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            main(asked)
+        assert refused.value.code == 2
+        assert missing in capsys.readouterr().err
+        made()
+    with pytest.raises(SystemExit) as shown:
+        main(asked)
+    assert shown.value.code == 0
+    assert "max_steps = 12" in capsys.readouterr().out
+
+
+def test_a_run_of_another_kind_is_not_resumed_as_a_fine_tuning(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text(BASE)
+    for asked, said in (
+        (["--resume"], "--resume must be followed by a run"),
+        (["--resume", str(tmp_path)], "is no fine-tuning: its config.toml has no [data]"),
+        (["--resume", str(tmp_path), "@", str(EXAMPLES / "sft-smollm2.toml")], "it takes no file"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["sft", *asked])
+        assert said in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""`slipstream sft` with a `[data]` section: fine-tuning on conversations, in a run directory of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from slipstream.common.config import Arguments, BaseConfig, ConfigError, dump_toml, parse_arguments
+from slipstream.common.config_files import load_with_origins, read_toml
+from slipstream.common.config_help import help_text
+from slipstream.common.extras import FINE_TUNING_MODULES, explain, missing_modules
+from slipstream.launcher.config import RunSection
+from slipstream.launcher.errors import LauncherError
+from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run, shown
+from slipstream.launcher.services import service_command, write_configs
+from slipstream.launcher.sft import REPLICA, run_child
+from slipstream.trainer.chat.config import ChatConfig, CheckpointConfig, DataConfig, StartConfig, TrainingConfig
+from slipstream.trainer.optim_config import OptimConfig
+
+PROGRAM = "slipstream sft"
+RESUME = "--resume"
+SIGNALLED = 128
+"""Exit codes above are those of signals."""
+
+
+class ChatRunConfig(BaseConfig):
+    """Everything that fine-tuning is made from."""
+
+    run: RunSection = RunSection(name="sft")
+    start: StartConfig
+    data: DataConfig
+    training: TrainingConfig = TrainingConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-5, betas=(0.9, 0.95))
+    """`total_steps` is what the data gives."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info")
+    """Level of the log."""
+
+
+def asked_for(arguments: Sequence[str]) -> bool:
+    """Whether a command line means this, and not the warm-up: it resumes, or has something of `[data]`."""
+    if RESUME in arguments:
+        return True
+    given = parse_arguments(arguments)
+    return any(override.startswith("data.") for override in given.overrides) or any(
+        "data" in read_toml(file) for file in given.files
+    )
+
+
+def sft_on_chat(arguments: Sequence[str]) -> int:
+    """Fine-tune and leave the model in the run directory; returns the exit code."""
+    arguments, run = _without_resume(arguments)
+    given = parse_arguments(arguments)
+    if given.help is not None:
+        print(help_text(ChatRunConfig, PROGRAM, given.help))
+        return 0
+    config = _load(given, run)
+    if given.dry_run:
+        print(dump_toml(config), end="")
+        return 0
+    missing = missing_modules(FINE_TUNING_MODULES)
+    if missing:
+        raise LauncherError(explain(PROGRAM, missing, "trainer"))
+    resumed = run is not None
+    run = run or create_run_dir(config.run.directory, config.run.name)
+    lock = RunLock(run)
+    try:
+        if not resumed:
+            run.config_file.write_text(dump_toml(config))
+        write_configs(run, {REPLICA: _of_trainer(config, run)})
+        print(f"fine-tuning in {shown(run.path)}; log: {shown(run.log_file(REPLICA))}", flush=True)
+        code = run_child(service_command("slipstream.trainer.chat", run, REPLICA))
+    finally:
+        lock.release()
+    return _told(run, code)
+
+
+def _without_resume(arguments: Sequence[str]) -> tuple[list[str], RunDir | None]:
+    rest = list(arguments)
+    if RESUME not in rest:
+        return rest, None
+    at = rest.index(RESUME)
+    if at + 1 >= len(rest) or rest[at + 1].startswith(("-", "@")):
+        raise ConfigError(f"{RESUME} must be followed by a run")
+    run = find_run(rest[at + 1])
+    return [*rest[:at], *rest[at + 2 :]], run
+
+
+def _load(given: Arguments, run: RunDir | None) -> ChatRunConfig:
+    files: list[Path] = [run.config_file] if run is not None else []
+    if run is not None and given.files:
+        raise ConfigError(f"{RESUME} goes on with the run's own configuration; it takes no file")
+    if run is not None and "data" not in read_toml(run.config_file):
+        raise ConfigError(f"{run.name} is no fine-tuning: its config.toml has no [data]")
+    config, _ = load_with_origins(ChatRunConfig, [*files, *given.files], given.overrides)
+    for where, path, wanted in (
+        ("start.initial", config.start.initial, Path.is_dir),
+        ("data.train", config.data.train, Path.is_file),
+        ("data.validation", config.data.validation, Path.is_file),
+        ("data.chat_template", config.data.chat_template, Path.is_file),
+    ):
+        if path is not None and not wanted(path):
+            raise ConfigError(f"{where} {str(path)!r} is no {'directory' if wanted is Path.is_dir else 'file'}")
+    return _absolute(config)
+
+
+def _absolute(config: ChatRunConfig) -> ChatRunConfig:
+    """It may be resumed from another folder."""
+    data = {name: path.absolute() for name, path in config.data if isinstance(path, Path)}
+    start = config.start.model_copy(update={"initial": config.start.initial.absolute()})
+    return config.model_copy(update={"data": config.data.model_copy(update=data), "start": start})
+
+
+def _of_trainer(config: ChatRunConfig, run: RunDir) -> ChatConfig:
+    return ChatConfig.model_validate(
+        {
+            **config.model_dump(exclude={"run", "log_level"}),
+            "run_id": run.name,
+            "run_dir": run.path,
+            "replica": REPLICA,
+            "auth": {"token_file": run.token_file},
+            "log": {"level": config.log_level, "file": run.log_file(REPLICA)},
+            "seed": config.run.seed,
+        }
+    )
+
+
+def _told(run: RunDir, code: int | None) -> int:
+    """Say how it ended."""
+    resume = f"go on with: {PROGRAM} {RESUME} {shown(run.path)}"
+    if (run.path / "model" / "config.json").exists():
+        print(f"{run.name} finished: the model is in {shown(run.path / 'model')}")
+        return 0
+    if code is None or code == 0 or code > SIGNALLED:
+        print(f"{run.name} was stopped; {resume}")
+        return code or 0
+    hint = f"; {resume}" if any((run.path / "checkpoints").glob("*/checkpoint.json")) else ""
+    print(f"{run.name} ended with code {code}; its log is {shown(run.log_file(REPLICA))}{hint}", file=sys.stderr)
+    return code

@@ -1,0 +1,119 @@
+"""Fine-tunes a model on conversations, and leaves it in `<run_dir>/model`. Started by `slipstream sft`.
+
+Exits with 0 also when it was told to stop: a checkpoint is there to go on from, and no model.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+import structlog
+import torch
+
+from slipstream.common.config import ConfigError, cli
+from slipstream.common.disk import AppendFile, replace_file
+from slipstream.common.errors import DiskFull
+from slipstream.common.telemetry import setup_logging
+from slipstream.environments.chat_template import CHAT_FILES, TEMPLATE_FILE, ChatTemplate
+from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec
+from slipstream.models.checkpoint import load_model, save_model
+from slipstream.models.registry import BUILT_IN, read_config, sizes_of
+from slipstream.trainer.chat.config import ChatConfig
+from slipstream.trainer.chat.examples import load_dataset
+from slipstream.trainer.chat.finetuner import Diverged, Finetuner, Progress
+from slipstream.trainer.model_dir import move_into_place
+
+log = structlog.get_logger()
+
+PRINT_INTERVAL_S = 2.0
+METRICS_LIMIT_BYTES = 64 << 20
+
+
+class Reporter:
+    """Writes every figure to metrics.jsonl, and prints some lines."""
+
+    def __init__(self, config: ChatConfig) -> None:
+        self._file = AppendFile(config.metrics_file, METRICS_LIMIT_BYTES)
+        self._printed_s = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        figures = progress.figures
+        self._file.append(json.dumps({"step": progress.step, "time_s": time.time(), **figures}).encode() + b"\n")
+        at = f"step {progress.step} of {progress.step_count}"
+        if "validation_loss" in figures:
+            print(f"{at}: validation loss {figures['validation_loss']:.4f}", flush=True)
+        elif "loss" not in figures:
+            print(f"{at}: skipped, as loss or gradient is not finite", flush=True)
+        elif time.monotonic() - self._printed_s > PRINT_INTERVAL_S or progress.step == progress.step_count:
+            self._printed_s = time.monotonic()
+            print(f"{at}: loss {figures['loss']:.4f}, {figures['tokens_per_s']:.0f} tokens/s", flush=True)
+
+
+def main() -> None:
+    """Exits with 2 for what is wrong with configuration or data, with 1 for what goes wrong later."""
+    config = cli(ChatConfig)
+    setup_logging(config, "trainer")
+    torch.set_num_threads(config.training.torch_threads)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    try:
+        finetuner = _prepare(config)
+        done = finetuner.run(Reporter(config), stop.is_set)
+        if done:
+            _leave_model(config, finetuner)
+    except ConfigError as error:
+        _fail(2, str(error))
+    except (Diverged, DiskFull) as error:
+        _fail(1, str(error))
+
+
+def _prepare(config: ChatConfig) -> Finetuner:
+    start = config.start.initial
+    given = read_config(start)
+    kind = given.get("model_type")
+    if kind not in BUILT_IN:
+        raise ConfigError(f"{start}: model_type is {kind!r}, and built in are {', '.join(BUILT_IN)}")
+    sizes = sizes_of(kind, given)
+    if config.data.max_tokens > sizes.max_context_tokens:
+        raise ConfigError(f"data.max_tokens is {config.data.max_tokens}; {start} takes {sizes.max_context_tokens}")
+    template = ChatTemplate.load(start, config.data.chat_template)
+    data = load_dataset(config.data, TextCodec.load(start), template, config.seed)
+    finetuner = Finetuner(load_model(sizes, start), config, data)
+    try:
+        step = finetuner.restore()
+    except ValueError as error:
+        raise ConfigError(f"{config.run_dir}: {error}") from None
+    rows = {"training": len(data.training), "validation": len(data.validation), "bad": data.bad_rows}
+    log.info("fine_tuning", rows=rows, steps=len(finetuner.steps), from_step=step)
+    told = f"{rows['training']} conversations to learn from, {rows['validation']} to validate on"
+    print(f"{told}, {rows['bad']} bad rows left out" if rows["bad"] else told, flush=True)
+    if step:
+        print(f"goes on after step {step}", flush=True)
+    return finetuner
+
+
+def _leave_model(config: ChatConfig, finetuner: Finetuner) -> None:
+    """Weights, sizes, tokenizer and chat template: what `slipstream rl` starts from, and transformers loads."""
+    scratch = config.model_dir / ".new"
+    save_model(finetuner.model, scratch)
+    for name in (TOKENIZER_FILE, *CHAT_FILES):
+        source = config.start.initial / name
+        if name == TEMPLATE_FILE and config.data.chat_template is not None:
+            source = config.data.chat_template
+        if source.exists():
+            replace_file(scratch / name, source.read_bytes())
+    move_into_place(scratch, config.model_dir)
+
+
+def _fail(code: int, message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

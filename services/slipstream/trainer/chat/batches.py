@@ -1,0 +1,33 @@
+"""Which conversations each step learns from: a pure function of their lengths and the seed. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from slipstream.trainer.chat.config import TrainingConfig
+
+
+def plan_steps(lengths: Sequence[int], config: TrainingConfig, seed: int) -> list[list[int]]:
+    """Indexes into `lengths` by step. A step has as many whole conversations as fit, one at least.
+
+    An epoch's order is drawn from the seed and its number; steps go on over the end of an epoch, so that only the last
+    one of all is short.
+    """
+    steps: list[list[int]] = []
+    room = 0
+    for index in _order(len(lengths), config.epochs, seed):
+        if not steps or lengths[index] > room:
+            if len(steps) == config.max_steps:
+                break
+            steps.append([])
+            room = config.tokens_per_step
+        steps[-1].append(index)
+        room -= lengths[index]
+    return steps
+
+
+def _order(count: int, epochs: int, seed: int) -> Iterator[int]:
+    for epoch in range(epochs):
+        yield from np.random.default_rng([seed, epoch]).permutation(count).tolist()

@@ -1,0 +1,158 @@
+"""Fine-tuning: cross-entropy of the assistant's tokens, over all of a step's, however they are packed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.algorithms.packing import pack
+from slipstream.models.base import Model
+from slipstream.trainer.chat.batches import plan_steps
+from slipstream.trainer.chat.checkpoints import Checkpoints, Record
+from slipstream.trainer.chat.config import ChatConfig
+from slipstream.trainer.chat.examples import Dataset, Example
+from slipstream.trainer.offload import ActivationOffload
+from slipstream.trainer.optimizer import ModelOptimizer
+from slipstream.trainer.packed import Packed
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class Diverged(Exception):
+    """Loss or gradient was not finite too often."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step, or one validation between two."""
+
+    step: int
+    step_count: int
+    figures: dict[str, float]
+
+
+class Finetuner:
+    """One model, and the steps it is to take."""
+
+    def __init__(self, model: Model, config: ChatConfig, data: Dataset) -> None:
+        self.model = model
+        self._config = config
+        self._data = data
+        lengths = [len(example.token_ids) for example in data.training]
+        self.steps = plan_steps(lengths, config.training, config.seed)
+        optim = config.optim.model_copy(update={"total_steps": len(self.steps)})
+        self._optim = optim
+        self._optimizer = ModelOptimizer(model.named_parameters(), optim)
+        self._offload = ActivationOffload(enabled=optim.offload_activations)
+        self._checkpoints = Checkpoints(config.checkpoint_dir, config.checkpoint.keep_last)
+        self._digest = _digest(data.training, self.steps)
+        self._step = self._skipped = self._skipped_in_a_row = 0
+
+    def restore(self) -> int:
+        """Go on from the newest checkpoint, if there is one; returns its step. Raises `ConfigError`, `ValueError`."""
+        record = self._checkpoints.newest()
+        if record is None:
+            return 0
+        if record.plan_digest != self._digest:
+            raise ValueError(f"the checkpoint of step {record.step} learned from other data, or in other steps")
+        self._checkpoints.load(record, self.model, self._optimizer)
+        self._step, self._skipped = record.step, record.skipped_steps
+        return record.step
+
+    def run(self, on_progress: Callable[[Progress], None], stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Take the steps that are left; returns whether all were taken. Leaves a checkpoint. Raises `Diverged`."""
+        every = self._config.training.validate_every
+        if not self._step:
+            self._validate(on_progress)
+        while self._step < len(self.steps) and not stopped():
+            self._step += 1
+            on_progress(Progress(self._step, len(self.steps), self._train(self.steps[self._step - 1])))
+            if self._step % every == 0 or self._step == len(self.steps):
+                self._validate(on_progress)
+            if self._step % self._config.checkpoint.every_steps == 0 and self._step < len(self.steps):
+                self._save()
+        self._save()
+        return self._step == len(self.steps)
+
+    def _save(self) -> None:
+        self._checkpoints.save(Record(self._step, self._skipped, self._digest), self.model, self._optimizer)
+
+    def _train(self, indexes: Sequence[int]) -> dict[str, float]:
+        """One step; where loss or gradient is not finite, weights and state stay as they are."""
+        started_s = time.monotonic()
+        examples = [self._data.training[index] for index in indexes]
+        target_count = sum(len(example.target_positions) for example in examples)
+        input_count = sum(len(example.token_ids) - 1 for example in examples)
+        self._optimizer.zero_grad()
+        loss, slots = 0.0, 0
+        for batch in self._micro_batches(examples):
+            packed = _packed(batch)
+            with self._offload.forward():
+                logits_RV = packed.logits_RV(self.model, balance=True)
+                part = F.cross_entropy(logits_RV, packed.targets_R, reduction="sum") / target_count
+            balance = self.model.routes.balance_loss() * (packed.tokens_1T.numel() / input_count)
+            (part + self._optim.balance_coefficient * balance).backward()
+            loss += float(part.detach())
+            slots += math.prod(packed.documents.shape)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.model.parameters()), self._optim.max_grad_norm)
+        figures = {"loss_tokens": target_count, "tokens": input_count, "sequences": len(examples)}
+        if math.isfinite(loss) and bool(torch.isfinite(norm)):
+            self._skipped_in_a_row = 0
+            rate = self._optimizer.step(self._step)
+            figures |= {"loss": loss, "grad_norm": float(norm), "learning_rate": rate}
+        else:
+            self._skip(examples)
+        duration_s = time.monotonic() - started_s
+        return {
+            **figures,
+            "skipped_steps": self._skipped,
+            "padding_fraction": 1 - input_count / slots,
+            "tokens_per_s": input_count / duration_s,
+            "duration_s": duration_s,
+        }
+
+    def _skip(self, examples: Sequence[Example]) -> None:
+        self._skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            lines = ", ".join(str(example.line) for example in examples)
+            raise Diverged(
+                f"loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self._step}, "
+                f"which learned from these lines of {self._config.data.train}: {lines}"
+            )
+
+    @torch.no_grad()
+    def _validate(self, on_progress: Callable[[Progress], None]) -> None:
+        """The mean over all tokens of the validation set."""
+        if not self._data.validation:
+            return
+        total, count = 0.0, 0
+        for batch in self._micro_batches(self._data.validation):
+            packed = _packed(batch)
+            logits_RV = packed.logits_RV(self.model)
+            total += float(F.cross_entropy(logits_RV, packed.targets_R, reduction="sum"))
+            count += packed.targets_R.numel()
+        on_progress(Progress(self._step, len(self.steps), {"validation_loss": total / count}))
+
+    def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        lengths = [len(example.token_ids) - 1 for example in examples]
+        (batches,) = pack(lengths, self._config.training.micro_batch_tokens)
+        return [[examples[index] for index in batch] for batch in batches]
+
+
+def _packed(batch: Sequence[Example]) -> Packed:
+    return Packed.of([example.token_ids for example in batch], [example.target_positions for example in batch])
+
+
+def _digest(training: Sequence[Example], steps: Sequence[Sequence[int]]) -> str:
+    sha256 = hashlib.sha256()
+    for example in training:
+        sha256.update(example.token_ids.tobytes() + b"/" + example.target_positions.tobytes() + b"\n")
+    sha256.update(repr(steps).encode())
+    return sha256.hexdigest()

@@ -1,0 +1,95 @@
+"""`slipstream sft` on conversations, as it is typed: bad data, a stop, going on, and the model that is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.checkpoint import save_model
+from slipstream.models.registry import find_architecture, load_sizes
+from tests.unit.chat.conversations import PLAIN_TEMPLATE, sizes, sums, write_rows, write_tokenizer
+
+TOML = """
+[run]
+name = "chat"
+directory = "{root}/runs"
+
+[start]
+initial = "{root}/start"
+
+[data]
+train = "{root}/rows.jsonl"
+validation_rows = 4
+max_tokens = 64
+
+[training]
+tokens_per_step = 300
+epochs = 100
+validate_every = 50
+
+[optim]
+lr = 1e-2
+"""
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    model = find_architecture("llama").build_model(sizes())
+    find_architecture("llama").init_weights(model, 1)
+    save_model(model, tmp_path / "start")
+    write_tokenizer(tmp_path / "start", PLAIN_TEMPLATE)
+    write_rows(tmp_path / "rows.jsonl", [*sums(30), "{}"])
+    (tmp_path / "sft.toml").write_text(TOML.format(root=tmp_path))
+    return tmp_path
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "slipstream.launcher", "sft", *map(str, arguments)]
+
+
+def steps_of(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    records = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return [record["step"] for record in records if "loss" in record]
+
+
+def test_a_stopped_fine_tuning_goes_on_where_it_was_and_leaves_a_model(root):
+    run = root / "runs" / "chat"
+    asked = command("@", root / "sft.toml")
+    refused = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert refused.returncode == 2
+    assert "rows.jsonl, line 31: messages: Field required" in refused.stderr
+
+    with subprocess.Popen([*asked, "--data.bad-rows=skip"], stdout=subprocess.PIPE, text=True) as process:
+        run = root / "runs" / "chat-2"
+        deadline = time.monotonic() + DEADLINE_S
+        while len(steps_of(run)) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 128 + signal.SIGTERM
+    assert f"slipstream sft --resume {run}" in said
+    taken = steps_of(run)
+    assert taken == list(range(1, len(taken) + 1))
+    assert not (run / "model" / "config.json").exists()
+
+    ended = subprocess.run(
+        command("--resume", run, "--training.validate-every=1000"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"goes on after step {len(taken)}" in ended.stdout
+    assert steps_of(run) == list(range(1, steps_of(run)[-1] + 1))
+    assert load_sizes(run / "model") == sizes()
+    assert (run / "model" / "tokenizer_config.json").exists()
