@@ -65,6 +65,7 @@ READS_WALL_CLOCK = {
     "engine/vllm/engine.py": "the timeline of busy intervals",
     "engine/worker/identity.py": "an epoch, compared for equality",
     "engine/worker/worker.py": "the timeline of busy intervals",
+    "environments/chat_template.py": "today's date, for templates that tell it",
     "launcher/certs.py": "from when to when a certificate is valid",
     "launcher/doctor_machine.py": "the check of the clock itself",
     "launcher/doctor_run.py": "another host's clock, and when a certificate ends",
@@ -76,6 +77,7 @@ READS_WALL_CLOCK = {
     "prefill/servicer.py": "when KV will be freed, for people",
     "runner/epoch.py": "names a start; never goes back, whatever the clock does",
     "runner/groups.py": "when a rollout ended",
+    "trainer/chat/__main__.py": "when a step was recorded",
     "trainer/loop.py": "when a step began; its length is of a steady clock",
     "trainer/timeline.py": "where an interval begins; its length is of a steady clock",
 }

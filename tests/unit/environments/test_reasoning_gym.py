@@ -18,7 +18,8 @@ FEW = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def environment(**options) -> ReasoningGym:
-    config = ReasoningGymConfig(**{"dataset": "chain_sum", "options": FEW, "evaluation_task_count": 20, **options})
+    values = {"dataset": "chain_sum", "options": FEW, "evaluation_task_count": 20, **options}
+    config = ReasoningGymConfig.model_validate(values)
     return ReasoningGym(config, 7)
 
 
@@ -58,7 +59,7 @@ def test_a_mixture_names_what_reasoning_gym_refuses():
         ({"dataset": "chain_sum", "options": {"min_terms": 0}}, "environments.sums: chain_sum refuses its options"),
     ):
         with pytest.raises(ConfigError, match=said):
-            build_environments([ReasoningGymConfig(name="sums", **options)], 0)
+            build_environments([ReasoningGymConfig.model_validate({"name": "sums", **options})], 0)
 
 
 def test_an_environment_with_too_few_problems_says_so():
