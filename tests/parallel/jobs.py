@@ -20,12 +20,13 @@ from parallel.models import SIZES, make
 from slipstream.algorithms.tokens import LossTokens, StepTotals
 from slipstream.engine.routes import RouteRows, runs
 from slipstream.models.checkpoint import to_hf
+from slipstream.models.head import target_logps
 from slipstream.trainer.config import ParallelConfig
 from slipstream.trainer.loss_config import GspoLossConfig, MaskedRatioLossConfig
 from slipstream.trainer.objective import build_objective
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import plain_name
-from slipstream.trainer.packed import Packed, target_logps
+from slipstream.trainer.packed import Packed
 from slipstream.trainer.parallel.layout import Layout
 from slipstream.trainer.parallel.roll import RankLost, Roll
 from slipstream.trainer.parallel.sharding import gradient_norm

@@ -116,7 +116,7 @@ class Routes:
         if self.token_mask_T is not None:
             scores_TE = scores_TE[self.token_mask_T]
         if self.share_LE is not None:
-            return self.expert_count * (scores_TE @ self.share_LE[layer]).sum()
+            return self.expert_count * (scores_TE * self.share_LE[layer]).sum()
         counts_E = self._counts[layer]
         return self.expert_count * (counts_E / counts_E.sum() * scores_TE.mean(0)).sum()
 

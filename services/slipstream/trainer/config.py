@@ -98,6 +98,20 @@ class ParallelConfig(BaseConfig):
         return Layout(data, self.expert, self.context, self.context_kind)
 
 
+class ComputeConfig(BaseConfig):
+    """Where and how a rank computes. Only the defaults have been measured."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: a card, of several the one whose turn it is by `LOCAL_RANK`."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of products in forward and backward passes. Weights, gradients and moments are float32 in any case. Engines that
+    compute otherwise differ more than `trainer.probe_tolerance` allows for float32."""
+
+    logits_bytes: int = Field(default=2**29, ge=4096)
+    """Logits that exist at once, in bytes: those of more targets are computed in parts, once more for the gradient."""
+
+
 class TrainerConfig(ServiceConfig):
     """Everything the trainer reads."""
 
@@ -111,6 +125,7 @@ class TrainerConfig(ServiceConfig):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = MaskedRatioLossConfig()
     parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
     sft: SftConfig = SftConfig()
     lora: LoraConfig | None = None
     """Train low-rank adapters alone, from the first step on; the warm-up trains all weights."""

@@ -7,6 +7,7 @@ Several ranks share its weights and its tokens as they do those of the trained m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import load_model
 from slipstream.models.registry import load_sizes
+from slipstream.trainer.compute import device_of
 from slipstream.trainer.config import TrainerConfig
-from slipstream.trainer.packed import target_logps
-from slipstream.trainer.parallel.sharding import Ranked, shard
+from slipstream.trainer.parallel.sharding import DEFAULT_PASSES, Passes, Ranked, shard
 from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.parallel.world import World
 from slipstream.trainer.teacher import teacher_sizes
@@ -36,19 +37,20 @@ class FrozenModels:
     def load(cls, config: TrainerConfig) -> FrozenModels:
         """Read them from disk; the run's model directory holds the start of step 1. Raises `ConfigError`."""
         reference = teacher = None
+        device = device_of(config.compute)
         if config.loss.reference_kl_coefficient:
-            reference = _freeze(load_model(load_sizes(config.model_dir), config.model_dir))
+            reference = _freeze(load_model(load_sizes(config.model_dir), config.model_dir), device)
         if config.loss.type == "distillation":
-            teacher = _freeze(load_model(teacher_sizes(config, config.loss.teacher), config.loss.teacher))
+            teacher = _freeze(load_model(teacher_sizes(config, config.loss.teacher), config.loss.teacher), device)
         return cls(reference, teacher)
 
 
 class FrozenLogps:
     """What frozen models say of the targets of a micro-batch."""
 
-    def __init__(self, models: FrozenModels, world: World) -> None:
-        self._reference = None if models.reference is None else shard(models.reference, world)
-        self._teacher = None if models.teacher is None else shard(models.teacher, world)
+    def __init__(self, models: FrozenModels, world: World, passes: Passes = DEFAULT_PASSES) -> None:
+        self._reference = None if models.reference is None else shard(models.reference, world, passes=passes)
+        self._teacher = None if models.teacher is None else shard(models.teacher, world, passes=passes)
 
     @torch.no_grad()
     def __call__(self, part: Slice, temperature_R: Tensor | None) -> dict[str, Tensor]:
@@ -61,12 +63,12 @@ class FrozenLogps:
         return found
 
 
-def _freeze(model: Model) -> Model:
+def _freeze(model: Any, device: torch.device) -> Model:
+    model.to(device)
     model.requires_grad_(False)
     model.eval()
     return model
 
 
 def _logps(model: Ranked, part: Slice, temperature_R: Tensor | None, *, replay: bool = True) -> Tensor:
-    logps_R, _ = target_logps(model(part, replay=replay), torch.from_numpy(part.targets_R), temperature_R)
-    return model.of_targets(logps_R, part)
+    return model.logps(part, temperature_R, replay=replay)[0]

@@ -62,16 +62,6 @@ class Packed:
         return model.logits(hidden_1TD[0].index_select(0, self.source_R))
 
 
-def target_logps(logits_RV: Tensor, targets_R: Tensor, temperature_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and, without gradient, the entropy of each distribution, at temperatures."""
-    if temperature_R is not None:
-        logits_RV = logits_RV / temperature_R.unsqueeze(1)
-    logp_RV = torch.log_softmax(logits_RV, dim=-1)
-    with torch.no_grad():
-        entropy_R = -(logp_RV.exp() * logp_RV).sum(-1)
-    return logp_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1), entropy_R
-
-
 def temperatures(batch: Sequence[TrainSequence]) -> Tensor | None:
     """One for each target; None if all are 1."""
     if all(sequence.temperature == 1.0 for sequence in batch):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.algorithms.mismatch import mismatch
-from slipstream.trainer.packed import target_logps, temperatures
+from slipstream.trainer.packed import temperatures
 from slipstream.trainer.parallel.sharding import Ranked
 from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.sequence import TrainSequence
@@ -29,11 +29,7 @@ def check_replay(
 
     All ranks take part, and `routes_flipped_fraction` is over all of them; the rest is of this rank's micro-batch.
     """
-    logits_RV = ranked(part, replay=False, capture=True)
-    temperature_R = temperatures(batch)
-    here_R = None if temperature_R is None else temperature_R[torch.from_numpy(part.target_index_R)]
-    own_R, _ = target_logps(logits_RV, torch.from_numpy(part.targets_R), here_R)
-    live_R = ranked.of_targets(own_R, part).numpy()
+    live_R = ranked.logps(part, temperatures(batch), replay=False, capture=True)[0].cpu().numpy()
     figures = {"replay_check_tokens": float(live_R.size), "routes_flipped_fraction": _flipped(ranked, part)}
     if not live_R.size:
         return figures
@@ -51,7 +47,7 @@ def check_replay(
 def _flipped(ranked: Ranked, part: Slice) -> float:
     """Part of the recorded choices that the trainer would make otherwise: another set of experts, in one layer."""
     recorded_S = part.known_S & part.real_S
-    recorded_SLK, live_SLK = part.replay_SLK[recorded_S], ranked.model.routes.captured().numpy()
+    recorded_SLK, live_SLK = part.replay_SLK[recorded_S], ranked.model.routes.captured().cpu().numpy()
     live_SLK = live_SLK[recorded_S] if live_SLK.size else recorded_SLK
     same_SL = (np.sort(recorded_SLK, axis=-1) == np.sort(live_SLK, axis=-1)).all(-1)
     flipped, all_of_them = ranked.world.sum(torch.tensor([(~same_SL).sum(), same_SL.size])).tolist()

@@ -6,7 +6,7 @@ Imports torch inside its functions: they are called on that thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.models.base import Model
 from slipstream.models.registry import find_architecture, load_sizes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called."""
     from slipstream.models.lora.adapters import attach
+    from slipstream.trainer.compute import device_of, passes_of
     from slipstream.trainer.frozen import FrozenModels
     from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
@@ -38,8 +39,10 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
     if config.lora is not None:
         attach(model, config.lora, config.seed)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    world = World(config.parallel.layout(1))
-    learner = Learner(model, config.optim, config.loss, FrozenModels.load(config), world, config.parallel)
+    tree: Any = model
+    tree.to(device_of(config.compute))
+    world, passes = World(config.parallel.layout(1)), passes_of(config.compute)
+    learner = Learner(model, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
     return learner, figures
 
 

@@ -30,10 +30,10 @@ from slipstream.trainer.objective import build_objective
 from slipstream.trainer.offload import ActivationOffload
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import ModelOptimizer
-from slipstream.trainer.packed import target_logps, temperatures
+from slipstream.trainer.packed import temperatures
 from slipstream.trainer.parallel.agreement import agree
 from slipstream.trainer.parallel.export import boxes_of, places_of, whole_tensors
-from slipstream.trainer.parallel.sharding import gradient_norm, scale_gradient, shard, slice_for
+from slipstream.trainer.parallel.sharding import DEFAULT_PASSES, Passes, gradient_norm, scale_gradient, shard, slice_for
 from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.parallel.world import World
 from slipstream.trainer.replay_check import check_replay
@@ -55,7 +55,9 @@ class Learner:
         frozen: FrozenModels | None = None,
         world: World | None = None,
         parallel: ParallelConfig | None = None,
+        passes: Passes = DEFAULT_PASSES,
     ) -> None:
+        """`model` and the frozen ones are where they are to compute."""
         self.model = model
         self.world = world or World()
         parallel = parallel or ParallelConfig()
@@ -64,8 +66,8 @@ class Learner:
         self._cost = ModelCost.of(model)
         self._places = {} if self.world.alone else places_of(model)
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        self.ranked = shard(model, self.world, parallel.checkpointing, parallel.compile)
-        self._frozen = FrozenLogps(frozen or FrozenModels(), self.world)
+        self.ranked = shard(model, self.world, parallel.checkpointing, parallel.compile, passes)
+        self._frozen = FrozenLogps(frozen or FrozenModels(), self.world, passes)
         self.optimizer = ModelOptimizer(model.named_parameters(), optim)
         self._offload = ActivationOffload(enabled=optim.offload_activations)
         self.device = next(model.parameters()).device
@@ -167,7 +169,7 @@ class Learner:
         with clock.phase("frozen"):
             frozen = self._frozen(part, temperature_R)  # first: they keep no activations
         with clock.phase("forward"), self._offload.forward():
-            new_R, entropy_R = self._logps(part, temperature_R, share_LE=self.expert_share_LE)
+            new_R, entropy_R = self.ranked.logps(part, temperature_R, share_LE=self.expert_share_LE)
         old_R = torch.from_numpy(_joined([sequence.engine_logps for sequence in batch], np.float32))
         counts = [len(sequence.target_positions) for sequence in batch]
         with clock.phase("loss"):
@@ -206,14 +208,6 @@ class Learner:
         )
         return logp_R
 
-    def _logps(self, part: Slice, temperature_R: Tensor | None, **how: Any) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of all targets of a micro-batch, and entropies, which have no gradient."""
-        logits_RV = self.ranked(part, **how)
-        here_R = None if temperature_R is None else temperature_R[torch.from_numpy(part.target_index_R)]
-        targets_R = torch.from_numpy(part.targets_R).to(self.device)
-        logps_R, entropy_R = target_logps(logits_RV, targets_R, None if here_R is None else here_R.to(self.device))
-        return self.ranked.of_targets(logps_R, part), self.ranked.of_targets(entropy_R, part)
-
     def _whole(self, value: float) -> float:
         """A figure of a whole micro-batch, which all ranks of a context group have: counted by one of them."""
         return float(value) if self.world.context_rank == 0 else 0.0
@@ -237,7 +231,7 @@ class Learner:
     @torch.no_grad()
     def logps(self, batch: Sequence[TrainSequence]) -> NDArray[np.float32]:
         """Log-probabilities of the targets of a micro-batch, routes replayed."""
-        return self._logps(slice_for(self.ranked, batch), temperatures(batch))[0].cpu().numpy()
+        return self.ranked.logps(slice_for(self.ranked, batch), temperatures(batch))[0].cpu().numpy()
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> tuple[list[float], float]:
@@ -246,13 +240,13 @@ class Learner:
         A margin near zero means that rounding could choose another expert, and that engine and trainer may differ.
         """
         part = slice_for(self.ranked, [plain_sequence(token_ids, self.model.routes)])
-        logps_R, _ = self._logps(part, None, replay=False, margins=True)
+        logps_R, _ = self.ranked.logps(part, replay=False, margins=True)
         return logps_R.tolist(), float(self.world.smallest(torch.tensor(self.model.routes.margin())))
 
     @torch.no_grad()
     def export(self) -> dict[str, NDArray[np.float32]]:
         """Copies of all weights, adapters merged, by Hugging Face name: later steps leave them be. Of a rank alone."""
-        return {name: tensor.numpy().copy() for name, tensor in to_hf(self.model).items()}
+        return {name: _copied(tensor) for name, tensor in to_hf(self.model).items()}
 
     @torch.no_grad()
     def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
@@ -260,7 +254,7 @@ class Learner:
         adapters = adapters_of(self.model)
         assert adapters is not None
         tensors = {**(to_hf(self.model, merged=False) if with_base else {}), **adapters.tensors()}
-        return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+        return {name: _copied(tensor) for name, tensor in tensors.items()}
 
     def export_boxes(self) -> list[Box]:
         """Copies of the weights that this rank holds, by Hugging Face name."""
@@ -269,8 +263,14 @@ class Learner:
     def whole_tensors(self) -> dict[str, Tensor]:
         """All weights by Hugging Face name at rank 0, nothing elsewhere; all ranks take part."""
         if self.world.alone:
-            return to_hf(self.model)
+            return {name: tensor.cpu() for name, tensor in to_hf(self.model).items()}
         return whole_tensors(self.model, self._places, keep=self.world.rank == 0)
+
+
+def _copied(tensor: Tensor) -> NDArray[np.float32]:
+    """In this process's memory, whatever becomes of the tensor."""
+    tensor = tensor.detach().float()
+    return tensor.numpy().copy() if tensor.device.type == "cpu" else tensor.cpu().numpy()
 
 
 def _there(batch: Sequence[TrainSequence | Lost]) -> list[TrainSequence]:

@@ -1,7 +1,7 @@
 """A model spread over the ranks of a layout: FSDP2, with experts on ranks of their own, float32.
 
     ranked = shard(model, World(Layout(data=2, expert=2)))
-    logits_RV = ranked(part)                    # of this rank's targets
+    logps_R, entropy_R = ranked(part)           # of this rank's targets
     (local_loss_sum / step_token_count).backward()
     norm = gradient_norm(ranked)
 
@@ -13,11 +13,15 @@ as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from slipstream.models.base import Model
+from slipstream.models.head import target_logps
 from slipstream.models.light_import import light_imports
 from slipstream.trainer.muon import local
 from slipstream.trainer.parallel.context import context_of
@@ -42,46 +47,79 @@ Checkpointing = Literal["none", "selective", "full"]
 """Which activations of a block are computed again in the backward pass, with the same replayed routes."""
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How forward and backward passes compute."""
+
+    bfloat16: bool = False
+    """Products by autocast; weights and sums stay float32."""
+    logits_bytes: int = 2**29
+    """Logits that exist at once; those of more rows are computed in parts (`models/head.py`)."""
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
+
+    def chunk_rows(self, vocab_size: int) -> int:
+        return max(1, self.logits_bytes // (4 * vocab_size))
+
+
+DEFAULT_PASSES = Passes()
+
+
 class Ranked(nn.Module):
     """A sharded model. Its forward pass is one call, as FSDP gathers parameters around calls of modules."""
 
-    def __init__(self, model: Any, world: World) -> None:
+    def __init__(self, model: Any, world: World, passes: Passes) -> None:
         super().__init__()
         self.model: Any = model
         self.world = world
         self.device = next(model.parameters()).device
+        self._passes = passes
 
     def forward(
         self,
         part: Slice,
         share_LE: Tensor | None = None,
+        temperature_R: Tensor | None = None,
         *,
         replay: bool = True,
         margins: bool = False,
         capture: bool = False,
-    ) -> Tensor:
-        """Logits that predict the targets of this rank's slice; of none, no rows, with a gradient of zero.
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the targets of this rank's slice and entropies; of none, none, with a gradient of zero.
 
-        With `share_LE`, `model.routes.balance_loss()` is this slice's part of a sum afterwards. Without
-        `replay` all tokens are routed live, padding too.
+        `temperature_R`: of all targets of the micro-batch. With `share_LE`, `model.routes.balance_loss()` is this
+        slice's part of a sum afterwards. Without `replay` all tokens are routed live, padding too.
         """
-        model: Model = self.model
+        model = self.model
         known_S = part.known_S if replay else np.zeros_like(part.known_S)
         model.routes.begin(
             replay_TLK=self._tensor(part.replay_SLK) if known_S.any() else None,
             known_T=self._tensor(known_S),
             balance=share_LE is not None,
-            share_LE=share_LE,
+            share_LE=None if share_LE is None else share_LE.to(self.device),
             token_mask_T=self._tensor(part.real_S),
             margins=margins,
             capture=capture,
         )
-        hidden_1SD = model.hidden(
-            self._tensor(part.tokens_S).unsqueeze(0),
-            self._tensor(part.positions_S).unsqueeze(0),
-            context_of(part, self.world.layout.context_kind, self.world.context_group, self.device),
-        )
-        return model.logits(hidden_1SD[0].index_select(0, self._tensor(part.source_R)))
+        context = context_of(part, self.world.layout.context_kind, self.world.context_group, self.device)
+        with self._passes.autocast(self.device):
+            hidden_1SD = model.hidden(
+                self._tensor(part.tokens_S).unsqueeze(0), self._tensor(part.positions_S).unsqueeze(0), context
+            )
+            hidden_RD = hidden_1SD[0].index_select(0, self._tensor(part.source_R))
+            targets_R = self._tensor(part.targets_R)
+            if temperature_R is not None:
+                temperature_R = temperature_R[torch.from_numpy(part.target_index_R)].to(self.device)
+            if not hasattr(model, "target_logps"):  # an architecture of somebody's own need not have it
+                return target_logps(model.logits(hidden_RD), targets_R, temperature_R)
+            chunk_rows = self._passes.chunk_rows(model.sizes.vocab_size)
+            return model.target_logps(hidden_RD, targets_R, temperature_R, chunk_rows)
+
+    def logps(self, part: Slice, temperature_R: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
+        """`forward` of all ranks of the context together: of all targets of the micro-batch."""
+        logps_R, entropy_R = self(part, temperature_R=temperature_R, **how)
+        return self.of_targets(logps_R, part), self.of_targets(entropy_R, part)
 
     def of_targets(self, values_R: Tensor, part: Slice) -> Tensor:
         """Values of all targets of the micro-batch, from those of each context rank.
@@ -113,7 +151,25 @@ class _OfTargets(torch.autograd.Function):
         return grads[0].index_select(0, index_R), None, None, None
 
 
-def shard(model: Model, world: World, checkpointing: Checkpointing = "none", compiled: bool = False) -> Ranked:
+def _norm_as_they_come(model: Any) -> None:
+    """Give norms weights of their input's dtype: of float32 ones autocast makes no kernel, but a chain of operators."""
+
+    def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        weight = None if norm.weight is None else norm.weight.to(x.dtype)
+        return F.rms_norm(x, list(norm.normalized_shape), weight, norm.eps)
+
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = MethodType(forward, module)
+
+
+def shard(
+    model: Model,
+    world: World,
+    checkpointing: Checkpointing = "none",
+    compiled: bool = False,
+    passes: Passes = DEFAULT_PASSES,
+) -> Ranked:
     """Spread `model`, which is whole and the same on all ranks, in place."""
     world.layout.check_heads(model.sizes.n_heads, model.sizes.n_kv_heads)
     expert_mesh = world.dims and world.dims.get_optional_mesh("ep")
@@ -125,7 +181,9 @@ def shard(model: Model, world: World, checkpointing: Checkpointing = "none", com
     if compiled:
         for block in model.layers.values():  # pyright: ignore[reportAttributeAccessIssue]
             block.compile()
-    ranked = Ranked(model, world)
+    if passes.bfloat16:
+        _norm_as_they_come(model)
+    ranked = Ranked(model, world, passes)
     if world.dims is None:
         return ranked
     mesh = world.dims.get_mesh("fsdp")
