@@ -20,6 +20,8 @@ T = tokens, L = MoE layers, K = experts a token, E = experts, D = width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -119,6 +121,15 @@ class Routes:
             return self.expert_count * (scores_TE * self.share_LE[layer]).sum()
         counts_E = self._counts[layer]
         return self.expert_count * (counts_E / counts_E.sum() * scores_TE.mean(0)).sum()
+
+
+def gate_logits(gate: Any, x: Tensor) -> Tensor:
+    """A router's logits in its weight's dtype, also where autocast multiplies in less: rounded, they choose others."""
+    kind = x.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return gate(x)
+    with torch.autocast(kind, enabled=False):
+        return gate(x.to(gate.weight.dtype))
 
 
 def _counted(ids_N: Tensor, expert_count: int) -> Tensor:

@@ -9,13 +9,13 @@ from slipstream.trainer.config import ComputeConfig
 from slipstream.trainer.parallel.sharding import Passes
 
 
-def device_of(config: ComputeConfig, local_rank: int = 0) -> torch.device:
-    """The device of a rank, `local_rank` counting those of this machine. Raises `ConfigError` where there is none."""
+def device_of(config: ComputeConfig) -> torch.device:
+    """The device of a rank. Raises `ConfigError` where there is none."""
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError('trainer.compute.device is "cuda", and this PyTorch sees no card')
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cuda", 0)
 
 
 def passes_of(config: ComputeConfig) -> Passes:

@@ -102,7 +102,7 @@ class ComputeConfig(BaseConfig):
     """Where and how a rank computes. Only the defaults have been measured."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: a card, of several the one whose turn it is by `LOCAL_RANK`."""
+    """cuda: the first card that the process sees."""
 
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of products in forward and backward passes. Weights, gradients and moments are float32 in any case. Engines that

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.models.routing import Routes
+from slipstream.models.routing import Routes, gate_logits
 from slipstream.models.titan import TokenChoiceTopKRouter
 
 
@@ -26,7 +26,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Gate weights `[B, L, K]`, expert ids `[B, L, K]` and all scores `[B, L, E]`."""
-        scores_BLE = torch.sigmoid(self.gate(x_BLD))
+        scores_BLE = torch.sigmoid(gate_logits(self.gate, x_BLD))
         choice_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
         choice_BLE = self._get_node_limited_routing_scores(choice_BLE)
         shares_BLE = scores_BLE / scores_BLE.sum(-1, keepdim=True)  # the balance loss wants parts of a whole

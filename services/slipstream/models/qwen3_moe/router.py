@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.models.routing import Routes
+from slipstream.models.routing import Routes, gate_logits
 from slipstream.models.titan import TokenChoiceTopKRouter
 
 
@@ -23,7 +23,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Gate weights `[B, L, K]`, expert ids `[B, L, K]` and all scores `[B, L, E]`."""
-        scores_BLE = F.softmax(self.gate(x_BLD), dim=-1)
+        scores_BLE = F.softmax(gate_logits(self.gate, x_BLD), dim=-1)
         ids_TK = self.routes.choose(self.layer, scores_BLE.flatten(0, 1))
         ids_BLK = ids_TK.view(*x_BLD.shape[:2], -1)
         weights_BLK = scores_BLE.gather(-1, ids_BLK)
