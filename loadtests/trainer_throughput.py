@@ -103,20 +103,24 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> F
         mfu = None if peak is None else flops / step_s / peak
         return {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
 
-    for replay in (True, False) if shape.moe else (True,):
-        batches = [[make_sequence(shape, context, seed, replay=replay)] for seed in range(arguments.micro_batches)]
-        runs = [rl.run(batches) for _ in range(WARM_UP_STEPS + arguments.steps)][WARM_UP_STEPS:]
-        best = fastest(runs)
-        if not replay:
-            found["replay_off"] = rate(best["step_s"])
-            continue
-        phases = {phase: best[f"{phase}_s"] for phase in STEP_PHASES if f"{phase}_s" in best}
-        phases["publish"] = best["publish_s"]
-        phases["other"] = best["step_s"] - sum(phases.values())
-        found["rl"] = rate(best["step_s"])
-        found["share"] = {phase: seconds / best["step_s"] for phase, seconds in phases.items()}
-        found["loss"], found["grad_norm"] = best["loss"], best["grad_norm"]
-        found["memory"] = {key: value for key, value in best.items() if key.startswith("memory_")}
+    kinds = ("rl", "replay_off") if shape.moe else ("rl",)
+    runs: dict[str, list[Figures]] = {kind: [] for kind in kinds}
+    for index in range(WARM_UP_STEPS + arguments.steps):
+        for kind in kinds:  # in turn, as the machine is not the same from one minute to the next
+            seeds = range(index * arguments.micro_batches, (index + 1) * arguments.micro_batches)
+            batches = [[make_sequence(shape, context, seed, replay=kind == "rl")] for seed in seeds]
+            figures = rl.run(batches)
+            if index >= WARM_UP_STEPS:
+                runs[kind].append(figures)
+    best = {kind: fastest(each) for kind, each in runs.items()}
+    found |= {kind: rate(figures["step_s"]) for kind, figures in best.items()}
+    figures = best["rl"]
+    phases = {phase: figures[f"{phase}_s"] for phase in STEP_PHASES if f"{phase}_s" in figures}
+    phases["publish"] = figures["publish_s"]
+    phases["other"] = figures["step_s"] - sum(phases.values())
+    found["share"] = {phase: seconds / figures["step_s"] for phase, seconds in phases.items()}
+    found["loss"], found["grad_norm"] = figures["loss"], figures["grad_norm"]
+    found["memory"] = {key: value for key, value in figures.items() if key.startswith("memory_")}
     del rl
     free(device)
     if shape.lora is None and not arguments.no_bare:
