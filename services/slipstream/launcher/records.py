@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,11 @@ def read_timeline(directory: Path) -> dict[str, list[Record]]:
         if records and len(with_older(path)) > 1:
             known_since_s = max(known_since_s, min(float(record["start_s"]) for record in records))
     return {name: [r for r in records if float(r["end_s"]) >= known_since_s] for name, records in timeline.items()}
+
+
+def curve(steps: Sequence[Record], key: str) -> list[tuple[float, float]]:
+    """A figure over the steps that have it."""
+    return [(float(step["step"]), float(step[key])) for step in steps if step.get(key) is not None]
 
 
 @dataclass

@@ -10,9 +10,10 @@ from typing import Any
 from slipstream.launcher import charts, report
 from slipstream.launcher.charts import BLUE, GREY, ORANGE, PALETTE, PURPLE, RED, TEAL, Series, Track
 from slipstream.launcher.intervals import Interval, clip, total_s, union
-from slipstream.launcher.records import Record, RunRecords
+from slipstream.launcher.records import Record, RunRecords, curve
 from slipstream.launcher.report_replay import replay_tables
 from slipstream.launcher.report_samples import sample_tables
+from slipstream.launcher.report_trainer import expert_cards, trainer_cards
 from slipstream.launcher.style import STYLE
 
 KIND_COLORS = {"sft": PURPLE, "train_step": BLUE, "prefill": TEAL, "decode": ORANGE, "update": RED}
@@ -211,6 +212,7 @@ def _mismatch(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         _card("Probability ratio, 99.9th percentile",
               charts.line_chart(ratios, x_label="step", y_label="trainer / engine")),
         *(_card(*each) for each in replay_tables(figures)),
+        *(_card(*each) for each in expert_cards(records.steps)),
     ]  # fmt: skip
 
 
@@ -237,6 +239,7 @@ def _throughput(records: RunRecords) -> list[str]:
             "All that the decode workers drew, trained or not; the figure at the top counts trained tokens only.",
         ),
         _card("Where a step's time goes", charts.line_chart(times, x_label="step", y_label="seconds")),
+        *(_card(*each) for each in trainer_cards(steps, window)),
         _card("Busy seconds", charts.level_chart(sorted(busy, key=lambda bar: bar[0]))),
         _card(
             "Pause of a worker for new weights",
@@ -259,10 +262,6 @@ def _histogram(values: Sequence[float], bins: int = 10) -> list[tuple[str, float
     for value in values:
         counts[min(int(value / ticks[1]), len(counts) - 1)] += 1
     return [(charts.number(low), float(count)) for low, count in zip(ticks, counts, strict=False)]
-
-
-def curve(steps: Sequence[Record], key: str) -> list[charts.Point]:
-    return [(float(step["step"]), float(step[key])) for step in steps if step.get(key) is not None]
 
 
 def capped(points: list[charts.Point]) -> list[charts.Point]:

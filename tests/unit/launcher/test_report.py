@@ -154,6 +154,22 @@ def test_the_page_says_what_its_figures_are(synthetic_run):
         assert text in page, text
 
 
+def test_the_page_shows_where_training_time_goes_and_how_experts_are_used(tmp_path, write_lines):
+    steps = [
+        {"kind": "step", "step": n, "time_s": n, "forward_s": 0.2, "backward_s": 0.5, "frozen_s": 1e-5, "mfu": 0.31,
+         "expert_load_max": 0.9, "expert_load_mean": 0.4} for n in range(1, 20)
+    ]  # fmt: skip
+    write_lines(tmp_path / "metrics.jsonl", steps)
+    page = write_report(RunDir(tmp_path)).read_text()
+    for text in ("Within a training step", "backward", "Utilisation of the trainer", "Load of experts", "worst layer"):
+        assert text in page, text
+    assert "reference and teacher" not in page
+    write_lines(tmp_path / "metrics.jsonl", [{"kind": "step", "step": 1, "time_s": 1.0, "loss": 0.1}])
+    page = write_report(RunDir(tmp_path)).read_text()
+    assert "Within a training step" not in page
+    assert "Load of experts" not in page
+
+
 def test_two_evaluations_are_dots_with_their_values_and_no_line():
     ends = Series("spell", [(0, 0.45), (80, 0.97)], BLUE, marked=True, joined=False)
     chart = line_chart(
