@@ -143,12 +143,18 @@ def build_server(config: ServiceConfig, servicers: Servicers) -> tuple[grpc.aio.
     return service.server, service.port
 
 
-def run_service(name: str, config_class: type[Config], run: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
+def run_service(
+    name: str,
+    config_class: type[Config],
+    run: Callable[[Config], Coroutine[Any, Any, None]],
+    adapt: Callable[[Config], Config] = lambda config: config,
+) -> None:
     """What `slipstream-NAME` does: read the command line, run until SIGTERM.
 
+    `adapt` makes of a configuration that several processes share that of this one.
     Exits with one line on standard error: 2 for a configuration or a file that cannot be used, 1 for a failure.
     """
-    config = cli(config_class)
+    config = adapt(cli(config_class))
     try:
         telemetry.setup_logging(config, name)
     except OSError as error:

@@ -37,6 +37,8 @@ class ProcessSpec:
     """Restarted whatever the policy says: it keeps nothing that cannot be rebuilt."""
     resumable: bool = True
     """Whether a new process can go on where it was; without, its death ends the run whatever the policy says."""
+    group: str = ""
+    """Processes of one name here are one thing: when one of them dies, the others are ended, and all start again."""
     stops_last: bool = False
     """Asked to stop only when the others have, since they need it to drain."""
 

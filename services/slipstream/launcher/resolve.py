@@ -29,16 +29,24 @@ def replicas_of(config: RunConfig) -> list[str]:
     names: list[str] = []
     for service in SERVICES:
         count, ranks = config.replicas(service), config.data_parallel_size(service)
-        if ranks > 1:
+        if service == "trainer":
+            names += [service, *(f"{service}-{rank}" for rank in range(1, trainer_ranks(config)))]
+        elif ranks > 1:
             names += [f"{service}-{n}-{rank}" for n in range(1, count + 1) for rank in range(ranks)]
         else:
             names += [f"{service}-{n}" for n in range(1, count + 1)] if service in REPLICATED else [service]
     return names
 
 
-def vllm_groups_of(config: RunConfig) -> list[str]:
+def trainer_ranks(config: RunConfig) -> int:
+    """Processes of the trainer: rank 0 is called `trainer`, the others `trainer-1` and so on."""
+    return _setting(config, "trainer", "nproc")
+
+
+def rendezvous_of(config: RunConfig) -> list[str]:
     """Groups whose ranks step together: each needs a port at which they find each other."""
-    return [
+    trainers = ["trainer"] if trainer_ranks(config) > 1 else []
+    return trainers + [
         f"{service}-{n}"
         for service in sorted(GROUPED)
         if config.data_parallel_size(service) > 1 and isinstance(_setting(config, service, "engine"), VllmConfig)
@@ -70,7 +78,7 @@ def resolve(
     """
     shared = _shared_values(config, run, endpoints)
     origins = origins or Origins()
-    groups = _groups(endpoints, rendezvous or {})
+    groups = _groups(endpoints, rendezvous or {}) | _trainer_groups(endpoints, rendezvous or {})
     configs = {
         replica: _resolve_one(
             config, run, replica, address, {**shared, **groups.get(replica, {})}, redis_url, origins, elsewhere
@@ -127,6 +135,7 @@ def _resolve_one(
         "seed": config.run.seed,
     }
     if service == "orchestrator":
+        values["data_ranks"] = _data_ranks(config)
         values["environments"] = [environment.sequenced() for environment in config.environments]
     if service == "trainer":
         values["optim"] = {**values.get("optim", {}), "total_steps": _setting(config, "orchestrator", "total_steps")}
@@ -149,6 +158,17 @@ def _groups(endpoints: Mapping[str, str], rendezvous: Mapping[str, str]) -> dict
         group = {"group_id": group_id, "rank": rank, "addresses": addresses[group_id], "rendezvous": meeting}
         told[replica] = {"group": group}
     return told
+
+
+def _trainer_groups(endpoints: Mapping[str, str], rendezvous: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What each rank of the trainer is told of the others."""
+    ranks = [replica for replica in endpoints if service_of(replica) == "trainer"]
+    if len(ranks) == 1:
+        return {}
+    first = endpoints[ranks[0]]
+    meeting = rendezvous.get("trainer") or f"{first.rpartition(':')[0]}:{port_of(first) + RENDEZVOUS_OFFSET}"
+    group = {"rank_count": len(ranks), "rendezvous": f"tcp://{meeting}"}
+    return {replica: {"group": {"rank": rank, **group}} for rank, replica in enumerate(ranks)}
 
 
 def _listen(address: str, elsewhere: bool) -> dict[str, Any]:
@@ -178,6 +198,14 @@ def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str])
         "evaluate_after": config.evaluation.after,
         "evaluate_every_steps": config.evaluation.every_steps,
     }
+
+
+def _data_ranks(config: RunConfig) -> int:
+    """Ranks of the trainer with micro-batches of their own. Raises `ConfigError`."""
+    try:
+        return _setting(config, "trainer", "parallel").layout(trainer_ranks(config)).data
+    except ValueError as error:
+        raise ConfigError(f"trainer.parallel: {error}; trainer.nproc is {trainer_ranks(config)}") from None
 
 
 def _setting(config: RunConfig, service: str, name: str) -> Any:

@@ -20,7 +20,7 @@ from slipstream.launcher.ports import PortLease, assign_endpoints, take_ports
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
-from slipstream.launcher.resolve import replicas_of, resolve, vllm_groups_of
+from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
@@ -49,7 +49,7 @@ async def _run_rl(
         endpoints, metrics = assign_endpoints(
             run.endpoints_file, replicas_of(config), lease, metrics=config.launcher.metrics
         )
-        rendezvous = take_ports(vllm_groups_of(config), lease)
+        rendezvous = take_ports(rendezvous_of(config), lease)
         configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}", metrics=metrics, rendezvous=rendezvous)
         run.config_file.write_text(dump_toml(config))
         write_configs(run, configs)

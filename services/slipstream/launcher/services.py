@@ -66,6 +66,7 @@ def service_specs(run: RunDir, endpoints: Mapping[str, str], access: Access) -> 
             output_file=run.output_file(replica),
             ready=HealthCheck(address, access),
             resumable=service_of(replica) not in NOT_RESUMED,
+            group="trainer" if service_of(replica) == "trainer" else "",
         )
         for replica, address in endpoints.items()
     ]

@@ -159,11 +159,13 @@ class Supervisor:
             # Of several at once, the one that was killed is the cause more often than the effect.
             key=lambda item: not item[1].startswith("killed"),
         ):
-            del self._running[process.spec.replica]
+            if self._running.pop(process.spec.replica, None) is None:
+                continue  # ended with another of its group
             if reason == KILLED and self._oom_kills() > self._oom_kills_before:
                 reason += ", as the machine ran out of memory"
             self._on_event("service_died", replica=process.spec.replica, reason=reason)
             self._restart_or_give_up(process, reason)
+            self._end_group(process.spec)
         for replica, (due_s, spec) in list(self._due.items()):
             if time.monotonic() >= due_s:
                 del self._due[replica]
@@ -182,6 +184,17 @@ class Supervisor:
         delay_s = 0.0 if ran_long else min(self._backoff_s * 2**count, self._max_backoff_s)
         self._due[spec.replica] = (time.monotonic() + delay_s, spec)
         self._on_event("service_restart", replica=spec.replica, restart=count + 1, delay_s=delay_s)
+
+    def _end_group(self, dead: ProcessSpec) -> None:
+        """What the others of its group were at cannot go on: end them, and start them again with it."""
+        members = [each for each in self._running.values() if dead.group and each.spec.group == dead.group]
+        for process in members:
+            process.signal(signal.SIGKILL)
+            process.wait()
+            process.exit_reason()
+            del self._running[process.spec.replica]
+            self._on_event("service_ended_with_group", replica=process.spec.replica, dead=dead.replica)
+            self._due[process.spec.replica] = (self._due[dead.replica][0], process.spec)
 
     def _give_up(self, spec: ProcessSpec, what: str) -> NoReturn:
         # What was killed did not know it would be, so its last line says nothing of why.

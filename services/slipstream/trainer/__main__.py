@@ -11,6 +11,7 @@ from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.loop import TrainingLoop
 from slipstream.trainer.model_dir import prepare_model_dir_when_room
+from slipstream.trainer.place import placed
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.start import start
@@ -23,7 +24,8 @@ async def run(config: TrainerConfig) -> None:
     """Serve until SIGTERM."""
     keep_freed_memory()
     access = Access.from_config(config)
-    prepare_model_dir_when_room(config)
+    if config.group.rank == 0:
+        prepare_model_dir_when_room(config)
     status = Status()
     telemetry.observe(status)
     batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, access))
@@ -39,6 +41,8 @@ async def run(config: TrainerConfig) -> None:
         start=start,
     )
 
+    reporter = ActivityReporter(batches, status)
+
     async def on_drain() -> None:
         status.stop.set()
         await training.saved.wait()
@@ -52,13 +56,13 @@ async def run(config: TrainerConfig) -> None:
                 "slipstream.api.training.v1.TrainerService",
             )
         ],
-        loops={"training": training.run, "activity": ActivityReporter(batches, status).run},
+        loops={"training": training.run, **({} if config.group.rank else {"activity": reporter.run})},
         on_drain=on_drain,
     )
 
 
 def main() -> None:
-    run_service("trainer", TrainerConfig, run)
+    run_service("trainer", TrainerConfig, run, placed)
     leave()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
@@ -112,6 +112,22 @@ class ComputeConfig(BaseConfig):
     """Logits that exist at once, in bytes: those of more targets are computed in parts, once more for the gradient."""
 
 
+class RankConfig(BaseConfig):
+    """Which of the trainer's ranks a process is. The launcher tells, or torchrun by its environment."""
+
+    rank: int = Field(default=0, ge=0)
+    rank_count: int = Field(default=1, ge=1)
+
+    rendezvous: str = ""
+    """Where ranks meet: tcp://host:port of a store that rank 0 keeps, or env:// for torchrun's."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RankConfig:
+        if self.rank >= self.rank_count:
+            raise ValueError(f"rank: {self.rank} is not one of {self.rank_count}")
+        return self
+
+
 class TrainerConfig(ServiceConfig):
     """Everything the trainer reads."""
 
@@ -126,6 +142,10 @@ class TrainerConfig(ServiceConfig):
     loss: LossConfig = MaskedRatioLossConfig()
     parallel: ParallelConfig = ParallelConfig()
     compute: ComputeConfig = ComputeConfig()
+    nproc: int = Field(default=1, ge=1, le=64)
+    """Ranks that the launcher starts on this machine."""
+
+    group: RankConfig = RankConfig()
     sft: SftConfig = SftConfig()
     lora: LoraConfig | None = None
     """Train low-rank adapters alone, from the first step on; the warm-up trains all weights."""
@@ -172,6 +192,16 @@ class TrainerConfig(ServiceConfig):
 
     timeline_limit_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Bytes of the trainer's files under timeline/; the older half goes when they are reached."""
+
+    @model_validator(mode="after")
+    def _check_parallel(self) -> TrainerConfig:
+        if self.group.rank_count > 1:
+            self.parallel.layout(self.group.rank_count)
+            if self.lora is not None:
+                raise ValueError("lora: adapters are trained by one rank")
+            if self.parallel.timeout_s <= self.rows_timeout_s:
+                raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
+        return self
 
     @property
     def model_dir(self) -> Path:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -33,8 +33,10 @@ from slipstream.environments.tokenizer import TOKENIZER_FILE
 from slipstream.trainer import telemetry
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.cost import peak_flops, speed
+from slipstream.trainer.own_rows import own_rows
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.probe import choose_probe, probe_prompts
+from slipstream.trainer.publish import RankedPublisher
 from slipstream.trainer.room import write_when_room
 from slipstream.trainer.rows import RowForm
 from slipstream.trainer.sequence import version_number
@@ -42,10 +44,11 @@ from slipstream.trainer.status import Status, request_id
 from slipstream.trainer.timeline import Timeline
 from slipstream.trainer.torch_thread import TorchThread
 from slipstream.weights.adapter import Adapter, adapter_name
-from slipstream.weights.manifest import Probe
+from slipstream.weights.manifest import Box, Probe
 from slipstream.weights.transport import WeightTransport
 
 if TYPE_CHECKING:  # torch is imported on its thread, after the server has started
+    from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
 
 log = structlog.get_logger()
@@ -75,13 +78,16 @@ class Start(Protocol):
 class _Snapshot:
     """Weights of one version with their probe, on the way to the broadcaster."""
 
-    tensors: Mapping[str, np.ndarray]
     probe: Probe
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """All of them, where one rank has all."""
     adapter: Adapter | None = None
+    boxes: Sequence[Box] = ()
+    """Those of this rank, of several."""
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + sum(box.values.nbytes for box in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,8 @@ class TrainingLoop:
         self.saved.set()
         self._base: PolicyVersion | None = None
         """The version whose weights adapters are added to."""
+        self._world: World | None = None
+        self._publisher: RankedPublisher | None = None
         self._timeline = Timeline(config.timeline_file, config.timeline_limit_bytes)
 
     async def run(self) -> None:
@@ -136,6 +144,7 @@ class TrainingLoop:
         """Train to the end of the run and write the final weights."""
         await self._torch.start()
         learner, figures = await self._torch.run(self._start, self._config, self._status)
+        self._join(learner.world)
         now_s = time.time()
         version = self._version(0)
         await self._publish(await self._snapshot(learner, version), _Step(version, figures, now_s, now_s))
@@ -149,16 +158,34 @@ class TrainingLoop:
         log.info("training_ended", step=last)
         self._status.enter("ended")
 
+    def _join(self, world: World) -> None:
+        """From now on this is one of several ranks, if it is not alone."""
+        self._world = world
+        self._torch.guard = world.watching
+        if not world.alone:
+            self._publisher = RankedPublisher(self._transport, world)
+
+    async def _told_to_stop(self) -> bool:
+        """Whether this rank, or any other, was. Whoever was tells the others, which may be waiting for plans."""
+        world, stop = self._world, self._status.stop
+        if world is not None and not world.alone:
+            if stop.is_set():
+                await asyncio.to_thread(world.board.put, "stop", "1")
+            elif await asyncio.to_thread(world.board.read, "stop"):
+                stop.set()
+        return stop.is_set()
+
     async def _steps(self, learner: Learner) -> int:
         """All steps; returns the last one trained."""
         step = 0
         async with asyncio.TaskGroup() as group:
             publishing: asyncio.Task[None] | None = None
-            while not self._status.stop.is_set():
+            while True:
                 self._status.enter("waiting")
                 waited_s = time.monotonic()
                 plan = await self._next_plan(step + 1)
-                if plan is None:
+                go = await self._torch.run(learner.world.all_agree, plan is not None)
+                if plan is None or not go:
                     break
                 step += 1
                 wait_s = time.monotonic() - waited_s
@@ -173,8 +200,11 @@ class TrainingLoop:
     async def _next_plan(self, step: int) -> batch_pb2.Plan | None:
         """The plan of `step`, or None when the run is over."""
         wait_ms = int(self._config.plan_wait_s * 1000)
-        request = batch_pb2.GetPlanRequest(incarnation=self._config.incarnation, step=step, wait_ms=wait_ms)
-        while not self._status.stop.is_set():
+        data_rank = 0 if self._world is None else self._world.data_rank
+        request = batch_pb2.GetPlanRequest(
+            incarnation=self._config.incarnation, step=step, wait_ms=wait_ms, rank=data_rank
+        )
+        while not await self._told_to_stop():
             response: batch_pb2.GetPlanResponse = await self._retry(
                 lambda: self._batches.GetPlan(request, timeout=self._config.plan_wait_s + CALL_TIMEOUT_S)
             )
@@ -201,7 +231,8 @@ class TrainingLoop:
             "step_s": step_s,
         }
         peak = peak_flops(learner.device, self._config.peak_flops)
-        metrics |= speed(metrics.get("model_flops", 0.0), metrics["tokens"], step_s, peak)
+        ranks = learner.world.layout.rank_count
+        metrics |= speed(metrics.get("model_flops", 0.0), metrics["tokens"], step_s, peak, ranks)
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
         if metrics["step_skipped"]:
@@ -210,7 +241,8 @@ class TrainingLoop:
         snapshot = await self._snapshot(learner, version)
         metrics["export_s"] = time.monotonic() - exported_s
         self._status.metrics = metrics
-        telemetry.step_trained(metrics)
+        if learner.world.rank == 0:  # who has the figures of all
+            telemetry.step_trained(metrics)
         return snapshot, _Step(version, metrics, started_s, finished_s)
 
     async def _optimizer_step(self, learner: Learner, plan: batch_pb2.Plan) -> tuple[dict[str, float], float]:
@@ -228,7 +260,8 @@ class TrainingLoop:
         with ExitStack() as training:
             async with asyncio.TaskGroup() as group:
                 asked_s = self._fetching()
-                async for portion in self._rows.read(plan, RowForm.of(learner.model, trained), group):
+                own = own_rows(plan, learner.world.layout.context, learner.world.context_rank)
+                async for portion in self._rows.read(own, RowForm.of(learner.model, trained), group):
                     fetch_s += time.monotonic() - asked_s
                     if not begun:
                         training.enter_context(self._timeline.interval("train_step", step=version.step))
@@ -238,10 +271,10 @@ class TrainingLoop:
                     await self._torch.run(learner.add, portion.micro_batches)
                     asked_s = self._fetching()
             self._status.enter("training")
-            metrics = await self._torch.run(learner.finish, version.step)
+            metrics = await self._torch.run(learner.finish, version.step, refused)
         if metrics["sequences_lost"]:
             log.warning("sequences_lost", count=int(metrics["sequences_lost"]), step=version.step)
-        return {**metrics, "sequences_refused": float(refused)}, fetch_s
+        return metrics, fetch_s
 
     def _fetching(self) -> float:
         self._status.enter("fetching")
@@ -251,8 +284,10 @@ class TrainingLoop:
         """Copies of the weights, or of the adapter alone once the rest is published, and what they say of the probe."""
         config = self._config
         prompts = probe_prompts(learner.model.sizes.vocab_size, config.probe_tokens, config.seed)
-        adapter = None
-        if config.lora is None or config.lora.publish == "merged":
+        adapter, tensors, boxes = None, {}, []
+        if not learner.world.alone:
+            boxes = await self._torch.run(learner.export_boxes)
+        elif config.lora is None or config.lora.publish == "merged":
             tensors = await self._torch.run(learner.export)
         else:
             whole, self._base = self._base is None, self._base or version
@@ -260,16 +295,16 @@ class TrainingLoop:
             name = adapter_name(config.run_dir.name, version)
             adapter = Adapter(name, self._base, config.lora.rank, config.lora.alpha)
         prompt, logps = await self._torch.run(choose_probe, prompts, learner.probe)
-        return _Snapshot(tensors, Probe(prompt, tuple(logps), config.probe_tolerance), adapter)
+        return _Snapshot(Probe(prompt, tuple(logps), config.probe_tolerance), tensors, adapter, boxes)
 
     async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
         """Seal the version at the broadcaster, then report its step."""
         started_s = time.monotonic()
         with self._timeline.interval("publish", step=step.version.step):
-            await self._retry(
-                lambda: self._transport.publish(step.version, snapshot.tensors, snapshot.probe, snapshot.adapter)
-            )
+            await self._retry(partial(self._send, step.version, snapshot))
         self._status.version = step.version
+        if self._world is not None and self._world.rank:
+            return  # rank 0 reports
         telemetry.phase_seconds.labels("publish").observe(time.monotonic() - started_s)
         request = batch_pb2.ReportStepRequest(
             request_id=request_id("step"),
@@ -285,6 +320,12 @@ class TrainingLoop:
         )
         await self._retry(lambda: self._batches.ReportStep(request, timeout=CALL_TIMEOUT_S))
         log.info("step_published", version=str(step.version), loss=step.metrics.get("loss"))
+
+    async def _send(self, version: PolicyVersion, snapshot: _Snapshot) -> None:
+        if self._publisher is not None:
+            await self._publisher.publish(version, snapshot.boxes, snapshot.probe)
+        else:
+            await self._transport.publish(version, snapshot.tensors, snapshot.probe, snapshot.adapter)
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call that is safe to repeat while its peer is away (starting, restarting) or has no room.
@@ -315,15 +356,21 @@ class TrainingLoop:
 
 def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
     """Write the final weights as a model directory that another run can start from, and adapters by themselves, too."""
-    from slipstream.models.checkpoint import save_model
+    from slipstream.models.checkpoint import save_model, save_tensors
     from slipstream.models.lora.adapters import adapters_of
     from slipstream.models.lora.peft import save_adapters
 
     final = config.run_dir / "checkpoints" / "final"
     adapters = adapters_of(learner.model)
+    tensors = {} if learner.world.alone else learner.whole_tensors()
+    if learner.world.rank:
+        return
 
     def save() -> None:
-        save_model(learner.model, final)
+        if tensors:
+            save_tensors(learner.model.sizes, tensors, final)
+        else:
+            save_model(learner.model, final)
         if adapters is not None:  # beside it: in it, transformers would add them once more
             save_adapters(adapters, str(config.model_dir.resolve()), config.run_dir / "checkpoints" / "adapter")
         if (config.model_dir / TOKENIZER_FILE).exists():

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 from slipstream.models.base import Model
 from slipstream.models.registry import find_architecture, load_sizes
 from slipstream.trainer.config import TrainerConfig
-from slipstream.trainer.model_dir import move_into_place
+from slipstream.trainer.model_dir import move_into_place, sizes_at_start
 from slipstream.trainer.room import Stopped, write_when_room
 from slipstream.trainer.status import Status
 from slipstream.trainer.timeline import Timeline
 
 if TYPE_CHECKING:
+    from slipstream.trainer.parallel.world import World
     from slipstream.trainer.sft import SftProgress
     from slipstream.trainer.step import Learner
+
+STARTED = "started"
+"""What rank 0 leaves on the board once it has the model that step 1 trains."""
 
 
 def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
@@ -26,7 +30,7 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
     from slipstream.models.lora.adapters import attach
     from slipstream.trainer.compute import device_of, passes_of
     from slipstream.trainer.frozen import FrozenModels
-    from slipstream.trainer.parallel.world import World
+    from slipstream.trainer.parallel.meeting import meet
     from slipstream.trainer.step import Learner
 
     def on_progress(progress: SftProgress) -> None:
@@ -35,15 +39,32 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
         status.activity, status.fraction_done = "sft", progress.fraction_done
         status.metrics = sft_figures(progress)
 
-    model, figures = make_model(config, on_progress, status)
+    world, figures = meet(config), {}
+    if world.rank == 0:
+        model, figures = make_model(config, on_progress, status)
+        if not world.alone:
+            world.board.put(STARTED, "1")
+    else:
+        model = _await_model(config, world, status)
+    with world.watching():
+        world.share([*model.parameters(), *model.buffers()])
     if config.lora is not None:
         attach(model, config.lora, config.seed)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
     tree: Any = model
     tree.to(device_of(config.compute))
-    world, passes = World(config.parallel.layout(1)), passes_of(config.compute)
+    passes = passes_of(config.compute)
     learner = Learner(model, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
     return learner, figures
+
+
+def _await_model(config: TrainerConfig, world: World, status: Status) -> Model:
+    """A model of the right sizes, once rank 0 has the weights for it."""
+    sizes = sizes_at_start(config)
+    model = find_architecture(sizes.architecture).build_model(sizes)
+    if world.board.wait_for(STARTED, status.stop.is_set) is None:
+        raise Stopped("stopped while rank 0 made the model")
+    return model
 
 
 def make_model(

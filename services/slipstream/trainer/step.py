@@ -106,6 +106,7 @@ class Learner:
         `trained`: version number of the weights.
         `checked`: the micro-batch, from 0, whose mismatch is also looked at without replay.
         """
+        self.world.arrive()
         self.optimizer.zero_grad()
         self._denominators = StepTotals(float(loss_token_count), float(max(1, sequence_count)))
         own = input_token_count if self.world.context_rank == 0 else 0
@@ -131,11 +132,15 @@ class Learner:
                     with self._clock.phase("replay_check"):
                         self._replay_check = check_replay(self.ranked, _there(agreed), part, logp_R, self._trained)
 
-    def finish(self, step: int) -> dict[str, float]:
+    def finish(self, step: int, refused: int = 0) -> dict[str, float]:
         """Take optimizer step `step` (from 1); returns its figures, at rank 0 those of all ranks.
+
+        `refused`: sequences that are lost as their rows were wrong.
 
         Where loss or gradient is not finite, weights and optimizer stay as they are, and `step_skipped` is 1.
         """
+        self.world.arrive()
+        self.figures.add(None, {"sequences_refused": self._whole(refused)}, np.zeros((0, 0), np.int64))
         figures, self.figures = self.figures, StepFigures()
         with self._clock.phase("optimizer"):
             norm = gradient_norm(self.ranked)

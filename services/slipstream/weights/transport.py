@@ -60,6 +60,20 @@ class WeightTransport(Protocol):
         """
         ...
 
+    async def open_version(self, version: PolicyVersion, rank_count: int = 1) -> None:
+        """Begin a version of several ranks, or begin it again without what was published of it."""
+        ...
+
+    async def publish_shard(
+        self, version: PolicyVersion, slices: tuple[WeightSlice, ...], buffers: list[memoryview], rank: int = 0
+    ) -> int:
+        """Publish what one rank has of an open version, its bytes in the order of the slices. A repeat replaces it."""
+        ...
+
+    async def seal_version(self, version: PolicyVersion, probe: Probe, adapter: Adapter | None = None) -> Manifest:
+        """Make a version visible, once all ranks have published. A repeat answers the same."""
+        ...
+
     async def manifest(self, version: PolicyVersion | None = None) -> Manifest:
         """The manifest of a sealed version, the newest by default."""
         ...

@@ -11,7 +11,7 @@ import pytest
 from slipstream.common.config import ConfigError, dump_toml, load_config
 from slipstream.launcher.cli import main
 from slipstream.launcher.config import RUN_CONFIG, SERVICES, RunConfig
-from slipstream.launcher.resolve import check, replicas_of, resolve, vllm_groups_of
+from slipstream.launcher.resolve import check, rendezvous_of, replicas_of, resolve
 from slipstream.launcher.rundir import RunDir, create_run_dir
 from slipstream.launcher.services import service_of, write_configs
 
@@ -100,7 +100,7 @@ def test_groups_of_ranks_get_a_process_a_rank_and_know_each_other(toml, run):
     assert group["addresses"] == [endpoints["decode-2-0"], endpoints["decode-2-1"]]
     assert configs["prefill-1"].model_dump()["group"]["group_id"] == ""
     assert len(configs["router"].model_dump()["decode_workers"]) == 4
-    assert vllm_groups_of(config) == []
+    assert rendezvous_of(config) == []
 
 
 def test_ranks_of_vllm_are_told_their_number_and_where_they_meet(toml, run):
@@ -108,7 +108,7 @@ def test_ranks_of_vllm_are_told_their_number_and_where_they_meet(toml, run):
     flags += ["decode.engine.parallel.expert-parallel=true"]
     config = load_config(RUN_CONFIG, [toml], flags)
     check(config)
-    assert vllm_groups_of(config) == ["decode-1"]
+    assert rendezvous_of(config) == ["decode-1"]
     endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
     met = resolve(config, run, endpoints, redis_url="redis://localhost", rendezvous={"decode-1": "127.0.0.1:1"})
     dumped = met["decode-1-1"].model_dump()

@@ -31,7 +31,7 @@ class RankLost(Exception):
 
     def __init__(self, ranks: list[int], why: str) -> None:
         named = "rank " + ", ".join(map(str, ranks)) if ranks else "a rank"
-        super().__init__(f"{named} {why}")
+        super().__init__(f"{named} of the trainer {why}")
         self.ranks = ranks
 
 
@@ -59,8 +59,10 @@ def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> tuple[l
 class Roll:
     """The signs of all ranks, in the store that they met in."""
 
-    def __init__(self, store: Store, rank: int, rank_count: int) -> None:
+    def __init__(self, store: Store, rank: int, rank_count: int, silence_s: float = 30.0) -> None:
         self._store, self._rank, self._rank_count = store, rank, rank_count
+        self._silence_s = silence_s
+        self._heard: dict[int, tuple[int, float]] = {}
         self._beats = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -82,6 +84,26 @@ class Roll:
             if not _collective(error):
                 raise
             raise RankLost(*self._missing()) from error
+
+    def check(self) -> None:
+        """Raise `RankLost` for ranks that have not beaten for `silence_s`, of calls in between."""
+        now = time.monotonic()
+        with self.naming_the_host():
+            beats = {rank: sign.beats for rank, sign in self._signs().items()}
+        for rank, count in beats.items():
+            if rank not in self._heard or self._heard[rank][0] != count:
+                self._heard[rank] = count, now
+        silent = [rank for rank, (_, heard_s) in self._heard.items() if now - heard_s > self._silence_s]
+        if silent:
+            raise RankLost(silent, "does not answer")
+
+    @contextmanager
+    def naming_the_host(self) -> Iterator[None]:
+        """Turn a store that is gone into `RankLost`: its host is rank 0, or the agent that started it."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost([0], "is gone, and with it the store") from error
 
     def close(self) -> None:
         """Stop beating."""

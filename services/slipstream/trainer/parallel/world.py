@@ -9,7 +9,7 @@ A `World()` of one rank needs no process group: its collectives are the identity
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.models.light_import import light_imports
+from slipstream.trainer.parallel.board import Board
 from slipstream.trainer.parallel.layout import Layout
 from slipstream.trainer.parallel.roll import Roll
 
@@ -27,10 +28,11 @@ with light_imports():
 class World:
     """All ranks, and the place of this one."""
 
-    def __init__(self, layout: Layout | None = None, roll: Roll | None = None) -> None:
+    def __init__(self, layout: Layout | None = None, roll: Roll | None = None, board: Board | None = None) -> None:
         layout = layout or Layout()
         self.layout = layout
         self.roll = roll
+        self._board = board
         self.dims = None if layout.rank_count == 1 else _meshes(layout)
         self.rank = 0 if self.dims is None else dist.get_rank()
         self.data_rank, self.context_rank = layout.coordinate(self.rank)
@@ -42,18 +44,38 @@ class World:
     def alone(self) -> bool:
         return self.dims is None
 
+    @property
+    def board(self) -> Board:
+        """Where ranks leave words for each other; a rank alone has none."""
+        assert self._board is not None
+        return self._board
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Raise `RankLost` where a collective inside fails."""
         with nullcontext() if self.roll is None else self.roll.watching():
-            self.arrive()
             yield
+
+    def check(self) -> None:
+        """Raise `RankLost` for a rank that gives no sign any more."""
+        if self.roll is not None:
+            self.roll.check()
 
     def arrive(self) -> None:
         """Say that this rank has come to its next collectives."""
         self._place += 1
         if self.roll is not None:
             self.roll.arrive(self._place)
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks what rank 0 has in these tensors."""
+        for tensor in [] if self.alone else tensors:
+            dist.broadcast(tensor, 0)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes."""
+        self.arrive()
+        return bool(self.smallest(torch.tensor(int(yes))))
 
     def sum(self, values: Tensor) -> Tensor:
         """Over all ranks."""

@@ -1,0 +1,97 @@
+"""A version that several ranks publish, each its own part of it.
+
+    rank 0: open ── say so ── own shard ── wait for the others' ── seal ── say so
+    others:          wait ─── own shard ── say so ──────────────── wait
+
+A broadcaster that started again has forgotten what was not sealed: rank 0 opens once more, and all publish once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+
+from slipstream.common.errors import ShardsMissing, VersionNotOpen, VersionSealed
+from slipstream.common.version import PolicyVersion
+from slipstream.weights.manifest import Box, Probe, describe_boxes
+from slipstream.weights.transport import WeightTransport
+
+if TYPE_CHECKING:  # imports torch
+    from slipstream.trainer.parallel.world import World
+
+log = structlog.get_logger()
+
+PAUSE_S = 0.1
+
+
+class RankedPublisher:
+    """One rank's side of every version."""
+
+    def __init__(self, transport: WeightTransport, world: World) -> None:
+        self._transport = transport
+        self._world = world
+        self._opened = 0
+        """How often a version was opened, over all of them: names an attempt."""
+
+    async def publish(self, version: PolicyVersion, boxes: Sequence[Box], probe: Probe) -> None:
+        """Return once the version is sealed. May be repeated. Raises `RankLost`."""
+        slices, buffers = await asyncio.to_thread(describe_boxes, boxes)
+
+        async def send() -> None:
+            await self._transport.publish_shard(version, slices, buffers, self._world.rank)
+
+        if self._world.rank == 0:
+            await self._lead(version, probe, send)
+        else:
+            await self._follow(version, send)
+
+    async def _lead(self, version: PolicyVersion, probe: Probe, send: Callable[[], Awaitable[None]]) -> None:
+        board, ranks = self._world.board, self._world.layout.rank_count
+        while True:
+            self._opened += 1
+            try:
+                await self._transport.open_version(version, ranks)
+                await asyncio.to_thread(board.put, "open", f"{version}/{self._opened}")
+                await send()
+                for rank in range(1, ranks):
+                    await self._until(lambda rank=rank: board.read(f"shard/{rank}") == f"{version}/{self._opened}")
+                await self._transport.seal_version(version, probe)
+                break
+            except VersionSealed:  # before this process was started
+                break
+            except (VersionNotOpen, ShardsMissing) as error:
+                log.info("version_opened_again", version=str(version), reason=error.reason)
+        await asyncio.to_thread(board.put, "sealed", str(version))
+
+    async def _follow(self, version: PolicyVersion, send: Callable[[], Awaitable[None]]) -> None:
+        board, sent = self._world.board, ""
+
+        def news() -> bool:
+            return board.read("sealed") == str(version) or self._asked(version) not in ("", sent)
+
+        while True:
+            await self._until(news)
+            attempt = await asyncio.to_thread(self._asked, version)
+            if await asyncio.to_thread(board.read, "sealed") == str(version):
+                return
+            try:
+                await send()
+            except VersionNotOpen:  # it will be, under another name
+                await asyncio.sleep(PAUSE_S)
+                continue
+            sent = attempt
+            await asyncio.to_thread(board.put, f"shard/{self._world.rank}", attempt)
+
+    def _asked(self, version: PolicyVersion) -> str:
+        """The attempt at this version that is open, or nothing."""
+        attempt = self._world.board.read("open") or ""
+        return attempt if attempt.startswith(f"{version}/") else ""
+
+    async def _until(self, there: Callable[[], bool]) -> None:
+        """Look until it is so. Raises `RankLost` for a rank that falls silent meanwhile."""
+        while not await asyncio.to_thread(there):
+            await asyncio.to_thread(self._world.check)
+            await asyncio.sleep(PAUSE_S)
