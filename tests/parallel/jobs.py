@@ -171,10 +171,10 @@ def steps(kind: str, layout: dict[str, Any], plan: Any, path: str) -> list[dict[
     mine = batches_of(plan)[agent.world.data_rank]
     figures = []
     for step in range(1, 4):
-        agent.begin(**totals_of(plan), input_token_count=inputs_of(mine), trained=0, checked=1)
+        agent.begin(**totals_of(plan), input_token_count=inputs_of(mine), trained=0, checked=len(mine) - 1)
         agent.add(mine)
         figures.append(agent.finish(step))
-    probe, margin = agent.probe([1, 2, 3, 4, 5])
+        probe, margin = agent.probe([1, 2, 3, 4, 5])
     tensors = agent.whole_tensors()
     if agent.world.rank == 0:
         save_file(tensors | {"probe": torch.tensor([*probe, margin])}, path)

@@ -119,7 +119,18 @@ class Ranked(nn.Module):
     def logps(self, part: Slice, temperature_R: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         """`forward` of all ranks of the context together: of all targets of the micro-batch."""
         logps_R, entropy_R = self(part, temperature_R=temperature_R, **how)
+        if not torch.is_grad_enabled():
+            self._let_go()
         return self.of_targets(logps_R, part), self.of_targets(entropy_R, part)
+
+    def _let_go(self) -> None:
+        """Give up gathered weights, of which FSDP keeps those of the last layers for the backward pass.
+
+        Where none follows, the next step would find them as they were before the optimizer.
+        """
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def of_targets(self, values_R: Tensor, part: Slice) -> Tensor:
         """Values of all targets of the micro-batch, from those of each context rank.
