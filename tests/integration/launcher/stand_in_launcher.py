@@ -44,6 +44,7 @@ def main() -> None:
                 ready,
                 always_restart=name == "valkey",
                 resumable=name != "trainer",
+                group="ranks" if name.startswith("rank") else "",
                 stops_last=name == "valkey",
             )
         )

@@ -170,6 +170,17 @@ def test_on_failure_restarts_until_the_budget_is_spent(launch):
     assert sentence.startswith("decode died (killed by SIGKILL) after 2 restarts, which is its budget; its log is ")
 
 
+def test_ranks_of_a_group_start_again_together(launch):
+    launched = launch(restart="on_failure", router=SLEEP, rank_0=SLEEP, rank_1=STUBBORN)
+    launched.wait_ready()
+    before = {replica: launched.pid(replica) for replica in ("router", "rank_0", "rank_1")}
+    os.kill(before["rank_0"], signal.SIGKILL)
+    wait_until(lambda: all(launched.pid(replica) != before[replica] for replica in ("rank_0", "rank_1")))
+    assert launched.pid("router") == before["router"]
+    assert not psutil.pid_exists(before["rank_1"])
+    assert [event["replica"] for event in launched.events("service_restart")] == ["rank_0"]  # one death
+
+
 def test_what_cannot_be_resumed_is_not_restarted(launch):
     launched = launch(restart="on_failure", router=SLEEP, trainer=SLEEP)
     launched.wait_ready()

@@ -175,30 +175,44 @@ class World:
         )
 
     def start(self, ranks: int, parallel: ParallelConfig) -> list[subprocess.Popen[bytes]]:
-        """One process a rank."""
+        """One process a rank, as the launcher starts them."""
         lease = PortLease(self.directory / "ports")
         meeting = take_ports(["trainer"], lease)["trainer"]
         lease.close()
         processes = []
         for rank in range(ranks):
-            config = TrainerConfig(
-                run_dir=self.directory,
-                replica=f"trainer-{rank}" if rank else "trainer",
-                orchestrator=self.addresses["orchestrator"],
-                broadcaster=self.addresses["broadcaster"],
-                model=MODEL,
-                sft=SftConfig(enabled=False),
-                optim=OptimConfig(lr=1e-3, warmup_steps=0, balance_coefficient=0.01),
-                parallel=parallel,
-                group=RankConfig(rank=rank, rank_count=ranks, rendezvous=f"tcp://{meeting}" if ranks > 1 else ""),
-                rows_timeout_s=3.0,
-            )
-            file = self.directory / f"rank-{rank}.toml"
-            file.write_text(dump_toml(config))
-            with (self.directory / f"rank-{rank}.out").open("wb") as output:
-                command = [sys.executable, "-m", "slipstream.trainer", "@", str(file)]
-                processes.append(subprocess.Popen(command, stdout=output, stderr=output))
+            where = f"tcp://{meeting}" if ranks > 1 else ""
+            group = RankConfig(rank=rank, rank_count=ranks, rendezvous=where)
+            name = f"trainer-{rank}" if rank else "trainer"
+            processes.append(self._run("-m", "slipstream.trainer", "@", self._config(name, parallel, group), name=rank))
         return processes
+
+    def start_by_torchrun(self, ranks: int, parallel: ParallelConfig) -> list[subprocess.Popen[bytes]]:
+        """One process, which starts a rank each from the same file."""
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        file = self._config("trainer", parallel, RankConfig())
+        return [self._run(*torchrun, "-m", "slipstream.trainer", "@", file, name=0)]
+
+    def _config(self, replica: str, parallel: ParallelConfig, group: RankConfig) -> str:
+        config = TrainerConfig(
+            run_dir=self.directory,
+            replica=replica,
+            orchestrator=self.addresses["orchestrator"],
+            broadcaster=self.addresses["broadcaster"],
+            model=MODEL,
+            sft=SftConfig(enabled=False),
+            optim=OptimConfig(lr=1e-3, warmup_steps=0, balance_coefficient=0.01),
+            parallel=parallel,
+            group=group,
+            rows_timeout_s=3.0,
+        )
+        file = self.directory / f"{replica}.toml"
+        file.write_text(dump_toml(config))
+        return str(file)
+
+    def _run(self, *arguments: str, name: int) -> subprocess.Popen[bytes]:
+        with (self.directory / f"rank-{name}.out").open("wb") as output:
+            return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output)
 
     def said(self, rank: int) -> str:
         return (self.directory / f"rank-{rank}.out").read_text()
@@ -221,19 +235,21 @@ async def until(process: subprocess.Popen[bytes], happened: Any, timeout_s: floa
             await asyncio.sleep(0.1)
 
 
-async def trained(directory: Path, ranks: int, parallel: ParallelConfig) -> tuple[World, dict[str, np.ndarray]]:
+async def trained(
+    directory: Path, ranks: int, parallel: ParallelConfig, by_torchrun: bool = False
+) -> tuple[World, dict[str, np.ndarray]]:
     """What was reported and written of a whole run of so many ranks."""
     world = World(directory)
     final = directory / "checkpoints" / "final" / "config.json"
     async with world.serve(parallel.layout(ranks).data):
-        processes = world.start(ranks, parallel)
+        processes = world.start_by_torchrun(ranks, parallel) if by_torchrun else world.start(ranks, parallel)
         try:
             await until(processes[0], lambda: final.exists() and len(world.orchestrator.reports) > STEPS, 60.0)
         except (AssertionError, TimeoutError):
-            raise AssertionError("\n".join(map(world.said, range(ranks)))) from None
+            raise AssertionError("\n".join(map(world.said, range(len(processes))))) from None
         finally:
             codes = await end(processes)
-    assert codes == [0] * ranks, "\n".join(map(world.said, range(ranks)))
+    assert by_torchrun or codes == [0] * ranks, "\n".join(map(world.said, range(ranks)))
     return world, load_file(final.with_name("model.safetensors"))
 
 

@@ -116,6 +116,24 @@ def test_ranks_of_vllm_are_told_their_number_and_where_they_meet(toml, run):
     assert dumped["group"]["rendezvous"] == "127.0.0.1:1"
 
 
+def test_ranks_of_the_trainer_get_a_process_each_and_share_the_data_as_they_can(toml, run):
+    config = load_config(RUN_CONFIG, [toml], ["trainer.nproc=4", "trainer.parallel.context=2"])
+    check(config)
+    assert rendezvous_of(config) == ["trainer"]
+    endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
+    ranks = [replica for replica in endpoints if service_of(replica) == "trainer"]
+    assert ranks == ["trainer", "trainer-1", "trainer-2", "trainer-3"]
+    configs = resolve(config, run, endpoints, redis_url="redis://localhost", rendezvous={"trainer": "127.0.0.1:1"})
+    assert configs["orchestrator"].model_dump()["data_ranks"] == 2
+    assert configs["trainer-3"].model_dump()["group"] == {
+        "rank": 3,
+        "rank_count": 4,
+        "rendezvous": "tcp://127.0.0.1:1",
+    }
+    with pytest.raises(ConfigError, match=r"2 context ranks each are not the 3 ranks; trainer.nproc is 3"):
+        check(load_config(RUN_CONFIG, [toml], ["trainer.nproc=3", "trainer.parallel.context=2"]))
+
+
 def test_two_sizes_of_a_group_are_refused(toml):
     flags = ["prefill.replicas=0", "decode.engine.type=vllm", "decode.data-parallel-size=2"]
     flags += ["decode.engine.parallel.expert-parallel=true", "decode.engine.parallel.data-parallel-size=4"]
