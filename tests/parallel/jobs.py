@@ -169,15 +169,15 @@ def steps(kind: str, layout: dict[str, Any], plan: Any, path: str) -> list[dict[
     """Three steps of a layout; rank 0 writes the weights. Returns its figures of each."""
     agent = learner(kind, layout)
     mine = batches_of(plan)[agent.world.data_rank]
-    figures = []
+    figures, probed = [], ([], 0.0)
     for step in range(1, 4):
         agent.begin(**totals_of(plan), input_token_count=inputs_of(mine), trained=0, checked=len(mine) - 1)
         agent.add(mine)
         figures.append(agent.finish(step))
-        probe, margin = agent.probe([1, 2, 3, 4, 5])
+        probed = agent.probe([1, 2, 3, 4, 5])  # also between steps: it leaves nothing behind
     tensors = agent.whole_tensors()
     if agent.world.rank == 0:
-        save_file(tensors | {"probe": torch.tensor([*probe, margin])}, path)
+        save_file(tensors | {"probe": torch.tensor([*probed[0], probed[1]])}, path)
     dist.barrier()
     return figures
 
