@@ -152,12 +152,21 @@ def either(first: str, second: str, answer: Any) -> tuple[str, str]:
 @pytest.mark.parametrize("replica", ["runner-1", "prefill-1", "decode-1"])
 async def test_rows_that_are_not_there_are_missing_and_offsets_beyond_refused(replica, stack):
     async with stack.caller(replica) as holder:
-        ref = {"holder": "edges", "key": "edges", "dtype": "int32", "ranges": [{"start": 5, "end": 3}]}
+        ref = {
+            "holder": "edges",
+            "key": "edges",
+            "dtype": "int32",
+            "ranges": [{"start": 3, "end": 5}, {"start": 5, "end": 9}],
+        }
         frames = await holder.ask(rpc("RowsService.FetchRows"), refs=[ref] * 1000)
         assert all(part.missing for part in frames[0].header.parts)
         assert frames[0].header.size_bytes == 0
         beyond = await holder.ask(rpc("RowsService.FetchRows"), refs=[ref], offset_bytes=1)
         refused(beyond, "OUT_OF_RANGE", "OFFSET_OUT_OF_RANGE")
+        for ranges in ([(5, 3)], [(3, 5), (6, 9)], [(3, 5), (4, 9)], [(7, 8), (3, 7)]):
+            wrong = {**ref, "ranges": [{"start": start, "end": end} for start, end in ranges]}
+            answer = await holder.ask(rpc("RowsService.FetchRows"), refs=[ref, wrong])
+            assert refused(answer, "INVALID_ARGUMENT", "INVALID_REQUEST")["field"] == "refs.ranges"
         released = await holder.ask(rpc("RowsService.ReleaseRows"), request_id="edges", keys=["edges"] * 1000)
         assert released.released_count == 0
 

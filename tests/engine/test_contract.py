@@ -30,7 +30,9 @@ async def test_a_training_rollout_refuses_truncation_and_says_why(bench: Bench, 
     greedy = replace(bench.request(prompt_of(9), **{**cut, "temperature": 0.0}), for_training=True)
     if bench.engine.capabilities.truncates_sampling:
         await bench.run(greedy)
-        await bench.run(replace(request, for_training=False, request_id="evaluation", sample_ids=("evaluation/0",)))
+        await bench.run(
+            replace(request, for_training=False, request_id=unique("evaluation"), sample_ids=(unique("evaluation"),))
+        )
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)

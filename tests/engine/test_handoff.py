@@ -76,6 +76,14 @@ async def test_a_prefill_under_the_same_id_asks_for_the_same(prefiller: Bench):
     with pytest.raises(RequestIdReused):
         await engine.prefill(replace(job, token_ids=prompt_of(7)))
     assert engine.release_kv(first.transfer_id)
+    if engine.capabilities.captures_routes:
+        rows = engine.routes(job.request_id).rows.tolist()
+        with pytest.raises(RequestIdReused):  # whoever has a reference to its routes would read those of another
+            await engine.prefill(replace(job, token_ids=prompt_of(7)))
+        again = await engine.prefill(job)
+        assert engine.release_kv(again.transfer_id)
+        assert engine.routes(job.request_id).rows.tolist() == rows
+        assert engine.release_routes(job.request_id)
     assert (await engine.prefill(replace(job, token_ids=prompt_of(7)))).token_count == 6
     assert engine.release_kv(first.transfer_id)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from slipstream.common.errors import RoutesUnknown
+from slipstream.common.errors import RequestIdReused, RoutesUnknown
 from slipstream.engine.base import DecodeRequest
 from slipstream.engine.routes import RouteRows
 from tests.engine.bench import Bench, Finished, prompt_of, unique, until
@@ -213,3 +214,28 @@ async def test_positions_whose_experts_no_one_here_knows_are_said_to_be_unknown(
         oracle.margin < near_tie()
         or (np.sort(known, -1) == np.sort(oracle.routes[: routes.end][routes.known()], -1)).all()
     )
+
+
+async def test_rows_of_two_requests_never_meet_under_one_key(bench: Bench):
+    engine = bench.engine
+    if not engine.capabilities.captures_routes:
+        return
+    first = bench.request(prompt_of(20, seed=1), 2, max_new_tokens=100)
+    running = asyncio.create_task(bench.run(first))
+    await until(lambda: engine.load().running_samples == 2, "two running samples")
+    second = replace(bench.request(prompt_of(31, seed=2), 2), sample_ids=(unique("other"), first.sample_ids[1]))
+    with pytest.raises(RequestIdReused) as refused:  # its rows are on their way
+        await bench.run(second)
+    assert refused.value.metadata["request_id"] == first.sample_ids[1]
+    await running
+    with pytest.raises(RequestIdReused):  # they are there
+        await bench.run(second)
+    with pytest.raises(RequestIdReused):  # so are those of its prompt
+        await bench.run(replace(second, request_id=first.request_id, sample_ids=(unique("other"),)))
+    assert engine.release_routes(first.sample_ids[1])
+    samples = await bench.run(second)
+    tokens = [*second.token_ids, *samples[1].token_ids]
+    rows, live = engine.routes(first.sample_ids[1]), bench.oracle.forward(tokens)
+    assert (rows.first_position, rows.end) == (30, len(tokens) - 1)
+    equal = (np.sort(rows.rows, -1) == np.sort(live.routes[30:-1], -1)).all((1, 2))
+    assert (equal | (live.margin < near_tie())).all()

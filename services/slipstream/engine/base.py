@@ -154,6 +154,11 @@ class DecodeRequest:
     sample_indexes: tuple[int, ...] = ()
     """What each sample draws with, where that is not its place in `sample_ids`."""
 
+    @property
+    def route_keys(self) -> tuple[str, ...]:
+        """Where routes of its samples go."""
+        return self.sample_ids if self.capture_routes else ()
+
     def draw_index(self, place: int) -> int:
         """The index that the sample at `place` draws with."""
         return self.sample_indexes[place] if self.sample_indexes else place

@@ -19,7 +19,7 @@ from slipstream.engine.base import (
     PrefillRequest,
     Sampling,
 )
-from slipstream.engine.hashing import prompt_hash
+from slipstream.engine.hashing import prompt_of
 
 
 def check_prompt(
@@ -82,11 +82,10 @@ def check_decode(
 
 def _check_kv(request: DecodeRequest, kv: KvReference | KvHeader) -> None:
     """Refuse KV that was not computed of this prompt under this salt: it would be cached under the hashes of both."""
-    token_ids = request.token_ids[:-1]
     for name, theirs, ours in (
-        ("token_count", kv.token_count, len(token_ids)),
+        ("token_count", kv.token_count, len(request.token_ids) - 1),
         ("salt", kv.salt, request.salt),
-        ("prompt_hash", kv.prompt_hash, prompt_hash(request.salt, token_ids)),
+        ("prompt_hash", kv.prompt_hash, prompt_of(request)),
     ):
         if theirs != ours:
             raise KvMismatch(f"KV is of {name} {theirs!r}, and the prompt's is {ours!r}", field=name)

@@ -9,6 +9,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import Protocol
+
+
+class Prompted(Protocol):
+    """A request with a prompt."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def salt(self) -> str: ...
 
 
 def block_hashes(salt: str, token_ids: Sequence[int], block_size: int) -> list[int]:
@@ -31,6 +42,11 @@ def prompt_hash(salt: str, token_ids: Sequence[int]) -> int:
     """The hash of all of these tokens, those beyond the last full block too: a chain of one block."""
     block = struct.pack(f"<{len(token_ids)}i", *token_ids)
     return int.from_bytes(chain(root(salt), block), "little")
+
+
+def prompt_of(request: Prompted) -> int:
+    """The hash of what there is KV of before a request's first token: all of its prompt but the last token."""
+    return prompt_hash(request.salt, request.token_ids[:-1])
 
 
 def root(salt: str) -> bytes:

@@ -8,14 +8,14 @@ counted from the first prompt token. First write wins: a row that was recorded i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.common.errors import RoutesUnknown
+from slipstream.common.errors import RequestIdReused, RoutesUnknown
 
 ENTRY_BYTES = 384
 """What a key takes beside its rows, which are few."""
@@ -118,8 +118,35 @@ class RouteStore:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._rows: dict[str, RouteRows] = {}
+        self._prompts: dict[str, int] = {}
+        """Hashes of the prompts that rows are of, where a key is that of a prompt."""
+        self._reserved: set[str] = set()
         self.size_bytes = 0
         self.dropped_rows = 0
+
+    def check(self, request_id: str, sample_ids: Iterable[str], prompt: Callable[[], int]) -> None:
+        """Raise `RequestIdReused` if rows of this request would be mixed with those of another one.
+
+        `prompt` tells the hash of the request's: rows of the same prompt are the same, and a repeat adds to them.
+        """
+        for key in sample_ids:
+            if key in self._reserved or key in self._rows:
+                raise RequestIdReused(f"another request has its expert routes under {key!r}", request_id=key)
+        if request_id in self._rows and self._prompts.get(request_id) != prompt():
+            raise RequestIdReused(f"routes of another prompt are held under {request_id!r}", request_id=request_id)
+
+    def reserve(self, keys: Iterable[str]) -> None:
+        """Rows will come under these keys, until `unreserve`."""
+        self._reserved.update(keys)
+
+    def unreserve(self, keys: Iterable[str]) -> None:
+        self._reserved.difference_update(keys)
+
+    def put_prompt(self, request_id: str, routes: RouteRows, prompt: int) -> None:
+        """Keep rows of a prompt, whose hash is told."""
+        self.put(request_id, routes)
+        if request_id in self._rows:
+            self._prompts[request_id] = prompt
 
     def put(self, key: str, routes: RouteRows) -> None:
         """Keep rows, making room if need be. Under a key that is held, only what it lacked is added."""
@@ -149,6 +176,7 @@ class RouteStore:
         routes = self._rows.pop(key, None)
         if routes is None:
             return False
+        self._prompts.pop(key, None)
         self.size_bytes -= ENTRY_BYTES + routes.rows.nbytes
         return True
 

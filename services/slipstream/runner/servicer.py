@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -10,11 +11,15 @@ import grpc
 
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.rows import NOTHING, Held, answer_rows
+from slipstream.common.rows import NOTHING, Held, answer_rows, span_of
 from slipstream.runner.spool import Spool
 
 if sys.byteorder != "little":
     raise ImportError("rows are little-endian on the wire and this platform is not")
+
+
+ITEM_BYTES = {"int32": 4, "float32": 4, "uint8": 1, "uint16": 2}
+"""Of the element types that a reference may name."""
 
 
 class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
@@ -31,11 +36,17 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
                 yield message
 
     def _read(self, ref: types_pb2.RowsRef) -> Held:
-        rows = self._spool.get(ref.key)
-        if rows is None:
+        rows, span = self._spool.get(ref.key), span_of(ref)
+        row_bytes = ITEM_BYTES[ref.dtype] * math.prod(ref.row_shape)
+        if rows is None or len(rows.data) % row_bytes:
             return NOTHING
-        part = rows_pb2.RowsPart(size_bytes=len(rows.data), first_position=rows.first_position)
-        return Held(part, memoryview(rows.data))
+        data, first = memoryview(rows.data), rows.first_position
+        if span is not None:
+            start, end = max(span[0] - first, 0), max(span[1] - first, 0)
+            data, first = data[start * row_bytes : end * row_bytes], first + start
+        if not data.nbytes:
+            return NOTHING
+        return Held(rows_pb2.RowsPart(size_bytes=data.nbytes, first_position=first), data)
 
     async def ReleaseRows(
         self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext

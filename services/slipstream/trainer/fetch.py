@@ -32,6 +32,8 @@ _FETCH_ROWS = "/slipstream.api.rollout.v1.RowsService/FetchRows"
 _RETRIED = (Unreachable, Draining, FrameInvalid)
 MAX_ATTEMPTS = 5
 RETRY_PAUSE_S = 0.2
+MAX_REFS = 4096
+"""Of one stream: the holder checks and reads a request's references in one go."""
 
 RefId = tuple[str, str, int, int]
 """Holder, key, and the positions asked for: those who share rows refer to them alike."""
@@ -118,9 +120,11 @@ class RowsClient:
         tasks: list[asyncio.Task[dict[RefId, Part]]] = []
         async with asyncio.TaskGroup() as group:
             for holder, held in by_holder.items():
-                size_bytes = sum(ref.size_bytes for ref in held)
-                tasks.append(group.create_task(self._fetch_holder(holder, held, memory[:size_bytes])))
-                memory = memory[size_bytes:]
+                for first in range(0, len(held), MAX_REFS):
+                    asked = held[first : first + MAX_REFS]
+                    size_bytes = sum(ref.size_bytes for ref in asked)
+                    tasks.append(group.create_task(self._fetch_holder(holder, asked, memory[:size_bytes])))
+                    memory = memory[size_bytes:]
         return {key: part for task in tasks for key, part in task.result().items()}
 
     async def close(self) -> None:

@@ -28,6 +28,8 @@ class LentEngine:
         self._engine._version = None
         self._engine.drain_kv_events()
         self._engine.drain_busy()
+        for key in list(self._engine._routes._rows):
+            self._engine.release_routes(key)
 
     async def stop(self) -> None:
         """Return when nothing is left of this life; fail if something stays."""

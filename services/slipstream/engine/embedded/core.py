@@ -41,7 +41,7 @@ from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.kv import KvPool
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
 from slipstream.engine.embedded.weights import LiveWeights
-from slipstream.engine.hashing import block_hashes
+from slipstream.engine.hashing import block_hashes, prompt_hash
 from slipstream.models.base import Model, Sizes
 from slipstream.models.registry import find_architecture
 
@@ -387,14 +387,22 @@ class EngineCore:
 
     def _emit_prompt_routes(self, job: _PromptJob) -> None:
         """Hand out the rows that no earlier turn did. Where older ones were computed anew, the first ones stay."""
-        first = min(job.request.first_route_position, job.end)
-        self._emit_routes(job.request.request_id, job.blocks, first, job.end, job.start if job.start < first else None)
+        request, end = job.request, job.end
+        first = min(request.first_route_position, end)
+        prompt = prompt_hash(request.salt, request.token_ids[:end])
+        self._emit_routes(request.request_id, job.blocks, first, end, job.start if job.start < first else None, prompt)
 
     def _emit_routes(
-        self, key: str, table: list[int], start: int, end: int, recomputed_from: int | None = None
+        self,
+        key: str,
+        table: list[int],
+        start: int,
+        end: int,
+        recomputed_from: int | None = None,
+        prompt: int | None = None,
     ) -> None:
         routes = self.kv.routes.read(self.kv.slots_of(table, start, end), start)
-        self._outputs.append(Recorded(key, replace(routes, recomputed_from=recomputed_from)))
+        self._outputs.append(Recorded(key, replace(routes, recomputed_from=recomputed_from), prompt))
 
     def _flush(self, now: float, everything: bool = False) -> None:
         """Hand out tokens of samples that go on, for requests whose time has come."""

@@ -46,7 +46,7 @@ from slipstream.engine.embedded.batch import MAX_STOP_TOKENS
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.embedded.core import EngineCore
 from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Recorded, Transfer
-from slipstream.engine.hashing import prompt_hash
+from slipstream.engine.hashing import prompt_of
 from slipstream.engine.pulse import Pulse
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.tensors import check_tensors
@@ -177,7 +177,9 @@ class EmbeddedEngine:
     def _deliver(self, replies: list[Reply], outputs: list[Output]) -> None:
         """On the event loop: hand out what a step produced; a sample's routes come before its last chunk."""
         for output in outputs:
-            if isinstance(output, Recorded):
+            if isinstance(output, Recorded) and output.prompt is not None:
+                self._routes.put_prompt(output.key, output.routes, output.prompt)
+            elif isinstance(output, Recorded):
                 self._routes.put(output.key, output.routes)
             elif isinstance(output, PrefillDone):
                 self._finish_prefill(output)
@@ -217,6 +219,8 @@ class EmbeddedEngine:
         there = self._prefills.get(request.request_id)
         if there is None:
             self._check_room()
+            if request.capture_routes:
+                self._routes.check(request.request_id, (), lambda: prompt_of(request))
             there = self._prefills[request.request_id] = (request, self._loop.create_future())
             self._post(lambda: self._core.add_prefill(request))
         first, future = there
@@ -249,7 +253,7 @@ class EmbeddedEngine:
             shape=tuple(kv.shape),
             token_count=count,
             salt=request.salt,
-            prompt_hash=prompt_hash(request.salt, request.token_ids[:count]),
+            prompt_hash=prompt_of(request),
             version=transfer.result.version,
             oldest_version=transfer.result.kv_oldest_version,
         )
@@ -276,6 +280,7 @@ class EmbeddedEngine:
         self, request: DecodeRequest, flush_s: float = 1.0
     ) -> AsyncGenerator[list[SampleChunk], None]:
         self.check(request)
+        self._routes.reserve(request.route_keys)
         stream = self._streams[request.request_id] = asyncio.Queue()
         self._post(lambda: self._core.add_decode(request, flush_s))
         ended = False
@@ -294,6 +299,7 @@ class EmbeddedEngine:
                 yield chunks
         finally:
             del self._streams[request.request_id]
+            self._routes.unreserve(request.route_keys)
             if not ended:
                 self._post(lambda: self._core.abort(request.request_id))
 
@@ -310,6 +316,8 @@ class EmbeddedEngine:
             raise RequestIdReused("this request is running", request_id=request.request_id)
         if isinstance(request.kv, KvPayload):
             self._check_kv(request.kv, len(request.token_ids) - 1)
+        if request.capture_routes:
+            self._routes.check(request.request_id, request.route_keys, lambda: prompt_of(request))
         self._check_room()
 
     def _check_kv(self, kv: KvPayload, token_count: int) -> None:

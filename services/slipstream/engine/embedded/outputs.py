@@ -15,6 +15,8 @@ class Recorded:
 
     key: str
     routes: RouteRows
+    prompt: int | None = None
+    """The hash of the prompt that they are of, if they are of one."""
 
 
 @dataclass(frozen=True)

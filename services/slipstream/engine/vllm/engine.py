@@ -52,6 +52,7 @@ from slipstream.engine.base import (
     each_chunk,
 )
 from slipstream.engine.checks import check_decode, check_prefill, check_prompt, no_connector, no_frames
+from slipstream.engine.hashing import prompt_of
 from slipstream.engine.pulse import Pulse
 from slipstream.engine.routes import RouteRows, RouteStore
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
@@ -225,6 +226,8 @@ class VllmEngine:
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         check_prefill(request, self._version, self.limits, self.capabilities)
+        if request.capture_routes and not self._prefills.has(request.request_id):
+            self._routes.check(request.request_id, (), lambda: prompt_of(request))
         return await self._prefills.run(request, self._waiting)
 
     def export_kv(self, transfer_id: str) -> KvPayload:
@@ -251,6 +254,7 @@ class VllmEngine:
         transfer = load_params(request.kv, self._config.transfer_timeout_s)
         open_request = OpenRequest(request, self._version, flush_s, transfer)
         self._open[request.request_id] = open_request
+        self._routes.reserve(request.route_keys)
         oldest = request.kv.oldest_version if isinstance(request.kv, KvReference) else self._version
         oldest = min(oldest, self._version)
         self._salts.use(request.salt, oldest)
@@ -263,6 +267,7 @@ class VllmEngine:
         finally:
             if self._open.get(request.request_id) is open_request:
                 del self._open[request.request_id]
+            self._routes.unreserve(request.route_keys)
             await self._abort_samples(open_request)
 
     async def _run(self, open_request: OpenRequest, sample: Sample) -> None:
@@ -370,7 +375,8 @@ class VllmEngine:
 
     def _keep_prompt_routes(self, request: PrefillRequest | DecodeRequest, rows: np.ndarray) -> None:
         told = min(request.first_route_position, len(rows))
-        self._routes.put(request.request_id, routes_of(rows[told:], told, self.limits.route_dtype))
+        routes = routes_of(rows[told:], told, self.limits.route_dtype)
+        self._routes.put_prompt(request.request_id, routes, prompt_of(request))
 
     async def abort(self, request_id: str) -> int:
         await asyncio.sleep(0)  # an id that is unknown must not keep the loop to its caller
@@ -420,6 +426,8 @@ class VllmEngine:
         check_decode(request, self._version, self.limits, self.capabilities)
         if request.request_id in self._open:
             raise RequestIdReused("this request is running", request_id=request.request_id)
+        if request.capture_routes:
+            self._routes.check(request.request_id, request.route_keys, lambda: prompt_of(request))
         limit = self._config.max_waiting_requests
         if self._waiting >= limit:
             raise EngineFull(

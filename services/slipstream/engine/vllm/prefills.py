@@ -19,7 +19,7 @@ import numpy as np
 from slipstream.common.errors import EngineFull, KvUnknown, RequestAborted, RequestIdReused
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
-from slipstream.engine.hashing import prompt_hash
+from slipstream.engine.hashing import prompt_of
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
@@ -85,6 +85,10 @@ class Prefills:
     def held_count(self) -> int:
         """Those computed and not given up, and those about to be given up."""
         return len(self._entries) - self.running_count + len(self._releases)
+
+    def has(self, request_id: str) -> bool:
+        """Whether it runs or is held."""
+        return request_id in self._entries
 
     async def run(self, request: PrefillRequest, waiting_count: int) -> PrefillResult:
         """Compute a prompt's KV. A repeat of a request that is running or held answers the same."""
@@ -223,7 +227,7 @@ class Prefills:
             transfer_id=request.request_id,
             token_count=count,
             salt=request.salt,
-            prompt_hash=prompt_hash(request.salt, request.token_ids[:count]),
+            prompt_hash=prompt_of(request),
             version=self.version,
             oldest_version=oldest,
         )

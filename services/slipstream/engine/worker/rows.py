@@ -15,7 +15,7 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RoutesUnknown
-from slipstream.common.rows import NOTHING, Held, answer_rows
+from slipstream.common.rows import NOTHING, Held, answer_rows, span_of
 from slipstream.engine.base import Engine
 from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.identity import WorkerIdentity
@@ -48,16 +48,17 @@ class RowsHolder:
         )
 
     def read(self, ref: types_pb2.RowsRef) -> Held:
-        """The rows a reference names, as far as they are held; not copied."""
+        """The rows a reference names, as far as they are held; not copied. Those of another form are not held."""
+        span = span_of(ref)
         if ref.holder_epoch not in ("", self._identity.epoch) or not ref.key.startswith(self._prefix):
             return NOTHING
         try:
             routes = self._engine.routes(ref.key.removeprefix(self._prefix))
         except RoutesUnknown:
             return NOTHING
-        if ref.ranges:
-            routes = routes.between(ref.ranges[0].start, ref.ranges[-1].end)
-        if not len(routes.rows):
+        if span is not None:
+            routes = routes.between(*span)
+        if not len(routes.rows) or (ref.dtype, tuple(ref.row_shape)) != (routes.rows.dtype.name, routes.rows.shape[1:]):
             return NOTHING
         part = rows_pb2.RowsPart(
             size_bytes=routes.rows.nbytes,
