@@ -4,6 +4,9 @@
 |---|---|
 | prefill and decode workers with different engines | neither can read the other's KV |
 | prefill workers with vLLM and no connector, or decode workers with another | KV has no way from one to the other |
+| decode workers with a connector and no prefill workers | it would wait for KV that nobody sends |
+| a memory tier smaller than a context | the engine does not start |
+| a probe stricter than the engine's numbers | no version is ever served |
 | vLLM with an architecture of one's own | vLLM would run its own code of another |
 | blocks of prefill and decode of different sizes | prefix hashes never match |
 | fewer KV blocks than two whole contexts | the engine does not start |
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slipstream.common.config_errors import ConfigError, Origins
-from slipstream.engine.vllm.config import VllmConfig
+from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.families import why_not
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
@@ -40,6 +43,8 @@ Problem = tuple[tuple[str, ...], str]
 """The keys, the one to change first, and what is wrong with that one."""
 
 HEARTBEAT_S = 1.0
+COARSE = 0.02
+"""Log-probabilities of two bytes or less differ by more than this from those of float32."""
 BYTES_A_PARAMETER = 4
 SPOOLED_BYTES_A_TOKEN = 8
 """Token id and log-probability of a sampled token: what a runner holds at the least."""
@@ -56,6 +61,12 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
     engines: dict[str, Any] = {pool: _of(config, pool, "engine") for pool in ("prefill", "decode")}
     if not config.replicas("prefill"):
         del engines["prefill"]
+        if getattr(engines["decode"], "connector", "none") != "none":
+            yield (
+                ("decode.engine.connector", "prefill.replicas"),
+                f'is "{engines["decode"].connector}", and with prefill.replicas = 0 nobody sends it KV; set it to '
+                '"none", or raise prefill.replicas',
+            )
     else:
         yield from _handed_over(engines["prefill"], engines["decode"])
     for pool, engine in engines.items():
@@ -65,6 +76,9 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
                 f"is {engine.side_channel_port} for {config.replicas(pool)} workers, and each needs a port of its own; "
                 "leave it at 0, which picks free ones",
             )
+        if engine.type == "vllm":
+            yield from _precision(config, pool, engine)
+            yield from _memory_tier(config, pool, engine)
         context = config.model.max_context_tokens
         needed = 2 * -(-context // engine.block_size_tokens)
         if engine.type == "vllm":  # a position more, for a probe of the whole context, and a block for itself
@@ -110,6 +124,28 @@ def _handed_over(prefill: Any, decode: Any) -> Iterator[Problem]:
             ("prefill.engine.block_size_tokens", "decode.engine.block_size_tokens"),
             f"is {prefill.block_size_tokens}, decode.engine.block_size_tokens is {decode.block_size_tokens}; they must "
             "be the same",
+        )
+
+
+def _precision(config: RunConfig, pool: str, engine: VllmConfig) -> Iterator[Problem]:
+    allowed = _of(config, "trainer", "probe_tolerance")
+    for field, value, usual in (("quantization", engine.quantization, 0.5), ("dtype", engine.dtype, 0.25)):
+        if value not in ("none", "float32") and allowed < COARSE:
+            yield (
+                ("trainer.probe_tolerance", f"{pool}.engine.{field}"),
+                f'is {allowed:g}, and with {pool}.engine.{field} = "{value}" log-probabilities differ by more: every '
+                f"version would fail its probe; set it to {usual:g}",
+            )
+
+
+def _memory_tier(config: RunConfig, pool: str, engine: VllmConfig) -> Iterator[Problem]:
+    if engine.offload is None or _initial_model(config):
+        return
+    needed = config.model.max_context_tokens * kv_bytes_per_token(config.model, engine.dtype)
+    if engine.offload.memory_bytes < needed:
+        yield (
+            (f"{pool}.engine.offload.memory_bytes", "model.max_context_tokens"),
+            f"is {engine.offload.memory_bytes}; one whole context needs {needed}",
         )
 
 

@@ -42,7 +42,9 @@ SERVICES: dict[str, type[ServiceConfig]] = {
 REPLICATED = {"prefill": 1, "decode": 2, "runner": 1}
 """Services that can run several times, and how often they do unless told."""
 
-OF_PREFILL = "Processes of this service. 0: decode workers compute the prompts themselves."
+OF_PREFILL = (
+    "Processes of this service. 0: decode workers compute the prompts themselves; the rest of [prefill] is for nothing."
+)
 
 GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""

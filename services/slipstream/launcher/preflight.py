@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
 from slipstream.common.tls import try_certificates
-from slipstream.engine.vllm.installed import check_connector, find_vllm
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
+from slipstream.launcher.preflight_engines import check_engines
 from slipstream.models.base import Sizes
 from slipstream.orchestrator.tracking.feed import require_libraries
 from slipstream.trainer.config import TrainerConfig
@@ -43,7 +43,7 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
         teacher_sizes(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
     _own_code(config, origins)
     if machine and workers_here:
-        _vllm(config, origins)
+        check_engines(config, origins)
     if machine:
         orchestrator: Any = config.section("orchestrator")
         require_libraries(orchestrator.tracking, origins.located("orchestrator.tracking"))
@@ -57,13 +57,6 @@ def _vocabulary(vocab_size: int, origins: Origins) -> None:
     if 0 < vocab_size < needed:
         where = origins.located("model.vocab_size")
         raise ConfigError(f"{where} is {vocab_size}; the tokenizer has {needed} tokens; set it to that, or to 0")
-
-
-def _vllm(config: RunConfig, origins: Origins) -> None:
-    for pool in config.pools_with("vllm"):
-        find_vllm(where=origins.located(f"{pool}.engine.type"))
-        section: Any = config.section(pool)
-        check_connector(section.engine, origins.located(f"{pool}.engine.connector"))
 
 
 def _bubblewrap(config: RunConfig, origins: Origins) -> None:

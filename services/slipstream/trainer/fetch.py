@@ -154,9 +154,9 @@ class RowsClient:
     async def _heard(self, refs: Sequence[types_pb2.RowsRef], download: Download) -> AsyncIterator[None]:
         """Ends in a `TimeoutError` that says how long a holder of routes alone was silent; tokens are waited for."""
         silence_s = self._routes_silence_s if all(ref.row_shape for ref in refs) else None
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(silence_s)
         try:
-            async with asyncio.timeout(silence_s) as limit:
+            async with limit:
                 if silence_s is not None:
                     download.heard = lambda: limit.reschedule(loop.time() + silence_s)
                 yield

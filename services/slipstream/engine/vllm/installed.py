@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from importlib import metadata
+from typing import Literal
 
 from slipstream.common.config import ConfigError
 from slipstream.engine.vllm.config import VllmConfig
@@ -30,6 +31,17 @@ def find_vllm(module: str = "vllm", where: str = "engine.type") -> str:
             f'{where} is "vllm", of which {version} is installed and {", ".join(SUPPORTED)} was tested; {REMEDY}'
         )
     return version
+
+
+def build_device() -> Literal["cpu", "cuda"]:
+    """What the installed build runs on, by the names of its distribution and version."""
+    for name in DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return "cpu" if name.endswith("-cpu") or "cpu" in version.partition("+")[2] else "cuda"
+    raise ConfigError(f"vLLM is not installed; {REMEDY}")
 
 
 def _version() -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from slipstream.common.config import BaseConfig
 
@@ -40,6 +40,13 @@ class NativeOffloadConfig(BaseConfig):
 
     generated_tokens: bool = True
     """Whether blocks of sampled tokens are kept too, not only prompts: the next turn of a rollout begins with them."""
+
+    @field_validator("mooncake_master")
+    @classmethod
+    def _has_a_port(cls, value: str) -> str:
+        if value and not 1 <= int(value.rpartition(":")[2]) <= 65535:
+            raise ValueError("must be host:port, with a port from 1 to 65535")
+        return value
 
     @model_validator(mode="after")
     def _stores_have_a_place(self) -> NativeOffloadConfig:

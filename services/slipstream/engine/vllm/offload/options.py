@@ -69,13 +69,11 @@ def offload_options(config: VllmConfig, model_dir: Path, sizes: Sizes) -> dict[s
     }
 
 
-def find_mooncake() -> None:
-    """Refuse a store whose client is not installed."""
+def find_mooncake(where: str = "engine.offload.mooncake_master") -> None:
+    """Refuse a store whose client is not installed, in the name of the setting that asks for it."""
     if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(
-            "engine.offload.mooncake_master needs Mooncake, which is not installed; run: make install-vllm"
-        )
-    check_mooncake("engine.offload.mooncake_master is set")
+        raise ConfigError(f"{where} needs Mooncake, which is not installed; run: make install-vllm")
+    check_mooncake(f"{where} is set")
 
 
 def remove_orphan_regions(parent: Path = REGIONS) -> int:
