@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins
@@ -17,7 +17,10 @@ from slipstream.launcher.config import RunConfig
 
 def check_engines(config: RunConfig, origins: Origins, regions: Path = REGIONS) -> None:
     """Raise `ConfigError` for the first thing that an engine would say only when it starts."""
-    for pool in config.pools_with("vllm"):
+    pool: Literal["prefill", "decode"]
+    for pool in ("prefill", "decode"):
+        if pool not in config.pools_with("vllm"):
+            continue
         find_vllm(where=origins.located(f"{pool}.engine.type"))
         section: Any = config.section(pool)
         engine = section.engine
@@ -27,7 +30,7 @@ def check_engines(config: RunConfig, origins: Origins, regions: Path = REGIONS) 
             _offload(config, pool, engine.offload, origins, regions)
 
 
-def _device(config: RunConfig, pool: str, engine: Any, origins: Origins) -> None:
+def _device(config: RunConfig, pool: Literal["prefill", "decode"], engine: Any, origins: Origins) -> None:
     built_for = build_device()
     if engine.device not in ("auto", built_for):
         where = origins.located(f"{pool}.engine.device")
