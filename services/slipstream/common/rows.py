@@ -72,6 +72,10 @@ async def answer_rows(
             crc32 = zlib.crc32(each.data[at : at + CHECKED_BYTES], crc32)
             if each.data.nbytes > CHECKED_BYTES:
                 await asyncio.sleep(0)
-    yield encode_header(rows_pb2.RowsHeader(parts=[each.part for each in held], size_bytes=size_bytes, crc32=crc32))
+    header = rows_pb2.RowsHeader(size_bytes=size_bytes, crc32=crc32)
+    for first in range(0, len(held), READ_AT_ONCE):
+        header.parts.extend(each.part for each in held[first : first + READ_AT_ONCE])
+        await asyncio.sleep(0)
+    yield encode_header(header)
     for frame in iter_joined_frames((each.data for each in held), request.offset_bytes):
         yield frame
