@@ -239,7 +239,7 @@ class EngineCapabilities:
     """What this engine can do. Asked for anything else it raises `Unsupported`, whose `metadata` names the field."""
 
     captures_routes: bool = True
-    """`capture_routes` of a request."""
+    """`capture_routes` of a request. A dense model has none to give; asking for them is no error."""
 
     prefills: bool = True
     """`prefill`; else its decode computes prompts itself, and it serves in no prefill pool."""

@@ -26,11 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Turns
-
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-CHAT_FILES = (TOKENIZER_CONFIG_FILE, TEMPLATE_FILE)
-"""Of a model directory, beside the tokenizer."""
+from slipstream.environments.tokenizer import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Around what a template's own tags mark: code points that Unicode gives to no text."""
@@ -83,7 +79,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"{model_dir} has no chat template: no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}"
             )
-        added = _read_json(model_dir / "tokenizer.json").get("added_tokens", [])
+        added = _read_json(model_dir / TOKENIZER_FILE).get("added_tokens", [])
         special = [token["content"] for token in added if token.get("special")]
         named = {name: value for name, value in config.items() if name.endswith("_token") and name != "add_bos_token"}
         variables = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}

@@ -55,6 +55,12 @@ class BaseEnvironmentConfig(SequencedConfig):
     demonstration_weight: float = Field(default=1.0, ge=0)
     """Its part of the demonstrations of the supervised warm-up, relative to the others."""
 
+    chat: bool = False
+    """Show each prompt as a user's message, by the chat template of `trainer.initial_model`."""
+
+    system: str = ""
+    """With `chat`: a system message before it. Empty leaves it to the template."""
+
     def sequenced(self) -> dict[str, Any]:
         """The orchestrator's part of it."""
         return {name: getattr(self, name) for name in SequencedConfig.model_fields}

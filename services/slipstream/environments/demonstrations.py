@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slipstream.environments.base import Environment
 from slipstream.environments.config import EnvironmentConfig
+from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
 
@@ -29,6 +30,7 @@ class Demonstrations:
 
     def __init__(self, configs: Sequence[EnvironmentConfig], model_dir: Path, seed: int) -> None:
         self._codec = TextCodec.load(model_dir)
+        self._prompts = Prompts(configs, model_dir)
         self._seed = seed
         self._environments = build_environments(configs, seed)
         self._weights = {config.name: config.demonstration_weight for config in configs}
@@ -62,4 +64,5 @@ class Demonstrations:
         if shown is None:
             return None
         prompt, answer = shown
+        prompt = self._prompts.shown(environment.name, prompt)
         return Example(self._codec.encode(prompt), [*self._codec.encode(answer), self._codec.end_id])

@@ -12,6 +12,10 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+CHAT_FILES = (TOKENIZER_CONFIG_FILE, TEMPLATE_FILE)
+"""Where a model directory may have its chat template."""
 END = "<|end|>"
 PAD = "<|pad|>"
 UNKNOWN = "<|unknown|>"

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Environment
 from slipstream.environments.config import EnvironmentConfig, ImportedConfig
+from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 
@@ -28,14 +29,22 @@ Problem = tuple[str, str]
 
 
 def probe(
-    configs: Sequence[EnvironmentConfig], seed: int, *, codec: TextCodec, context_tokens: int, demonstrations: bool
+    configs: Sequence[EnvironmentConfig],
+    seed: int,
+    *,
+    codec: TextCodec,
+    context_tokens: int,
+    demonstrations: bool,
+    model_dir: Path | None = None,
 ) -> list[Problem]:
-    """What is wrong with the environments. `demonstrations`: the warm-up will ask for some."""
+    """What is wrong with the environments. `demonstrations`: the warm-up will ask for some. `model_dir`: what training
+    starts from, if not a random start."""
     problems: list[Problem] = []
     for config in configs:
         try:
             environment = build_environments([config], seed)[config.name]
-            sentence = _judge(config, environment, codec, context_tokens, demonstrations)
+            prompts = Prompts([config], model_dir)
+            sentence = _judge(config, environment, prompts, codec, context_tokens, demonstrations)
         except ConfigError as error:
             sentence = str(error).partition(": ")[2]
         except Exception as error:  # user code
@@ -46,7 +55,12 @@ def probe(
 
 
 def _judge(
-    config: EnvironmentConfig, environment: Environment, codec: TextCodec, context_tokens: int, demonstrations: bool
+    config: EnvironmentConfig,
+    environment: Environment,
+    prompts: Prompts,
+    codec: TextCodec,
+    context_tokens: int,
+    demonstrations: bool,
 ) -> str:
     missing = [name for name in METHODS if not callable(getattr(environment, name, None))]
     if missing:
@@ -63,7 +77,8 @@ def _judge(
         prompt = environment.prompt(task)
         if not isinstance(prompt, str) or not prompt:
             return f"{_what(config)}: prompt gives {prompt!r}, which is no text"
-        longest = max(longest, len(codec.encode(prompt)))
+        shown = prompts.shown(environment.name, prompt)
+        longest = max(longest, len(codec.encode(shown)))
     if longest + config.max_new_tokens > context_tokens:
         return (
             f"a prompt of {longest} tokens and max_new_tokens = {config.max_new_tokens} exceed the model's context of "
@@ -93,6 +108,7 @@ def main() -> None:
         codec=codec,
         context_tokens=asked["context_tokens"],
         demonstrations=asked["demonstrations"],
+        model_dir=Path(model) if model else None,
     )
     print("\n" + json.dumps(problems), flush=True)
 

@@ -25,6 +25,7 @@ from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.base import MAX_REWARD, Completion, Environment, Score
+from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
@@ -46,6 +47,7 @@ class EnvironmentHost:
         self._environments = environments
         self._sandbox = sandbox
         self._codec: TextCodec | None = None
+        self._prompts: Prompts | None = None
         self._context_tokens = 0
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +77,8 @@ class EnvironmentHost:
         text = task["prompt"]
         if text is None:
             environment = self._environments[task["environment"]]
-            text = environment.prompt(environment.task(task["split"], task["index"]))
+            assert self._prompts is not None
+            text = self._prompts.text(environment, environment.task(task["split"], task["index"]))
         # A long text takes seconds to encode, which are others' seconds too: what cannot fit is not begun.
         token_ids = codec.encode(text) if len(text) <= self._context_tokens * codec.longest_token else None
         if token_ids is None or len(token_ids) > self._context_tokens:
@@ -120,6 +123,7 @@ class EnvironmentHost:
                     await asyncio.sleep(TOKENIZER_POLL_S)
             config = json.loads((self._config.model_dir / "config.json").read_text())
             self._context_tokens = int(config.get("max_position_embeddings") or sys.maxsize)
+            self._prompts = Prompts(self._config.environments, self._config.model_dir)
             self._codec = TextCodec.load(self._config.model_dir)
         return self._codec
 

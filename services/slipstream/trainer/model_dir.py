@@ -17,7 +17,7 @@ from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import suggest
 from slipstream.common.disk import RETRY_S, full_disk_named, make_directory, replace_file
 from slipstream.common.errors import DiskFull
-from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
+from slipstream.environments.tokenizer import CHAT_FILES, TOKENIZER_FILE, build_tokenizer
 from slipstream.models.base import Sizes
 from slipstream.models.registry import BUILT_IN, CONFIG_FILE, read_config, save_sizes, sizes_of
 from slipstream.trainer.config import TrainerConfig
@@ -46,6 +46,9 @@ def prepare_model_dir(config: TrainerConfig) -> Sizes:
     sizes = sizes_at_start(config)
     if config.initial_model is not None:
         tokenizer = (config.initial_model / TOKENIZER_FILE).read_bytes()
+        for name in CHAT_FILES:
+            if (config.initial_model / name).is_file():
+                replace_file(scratch / name, (config.initial_model / name).read_bytes())
     else:
         tokenizer = build_tokenizer().to_str(pretty=True).encode()
     replace_file(scratch / TOKENIZER_FILE, tokenizer)

@@ -145,6 +145,8 @@ def _versions(
 
 def _routes(refs: Iterable[types_pb2.RowsRef], parts: Mapping[RefId, Part], count: int, form: RowForm) -> RouteRows:
     """Rows of positions [0, count); the first reference that knows a position wins, the rest stay unknown."""
+    if not form.row_shape[0]:  # a dense model: workers name none
+        return RouteRows(np.empty((count, *form.row_shape), form.dtype), 0)
     segments: list[RouteRows] = []
     for ref in refs:
         part = parts.get(ref_id(ref))

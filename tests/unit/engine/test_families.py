@@ -62,7 +62,7 @@ def test_a_family_decodes_as_its_plain_forward_pass_does(sizes):
         tokens[chunk.sample_index] = [*tokens.get(chunk.sample_index, []), *chunk.token_ids]
     assert list(tokens.values()) == [greedy(model(sizes, 1), PROMPT, 8)] * 2
     rows = [output.routes.rows for output in outputs if isinstance(output, Recorded)]
-    assert rows
+    assert bool(rows) == (sizes.moe_layers > 0)
     assert all(each.shape[1:] == (sizes.moe_layers, sizes.top_k) for each in rows)
 
 

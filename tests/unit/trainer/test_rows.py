@@ -157,3 +157,11 @@ def test_the_probe_is_the_first_prompt_whose_experts_are_chosen_clearly():
     margins = dict(zip(prompts, [1e-6, 5e-5, 0.2, 0.3, 0, 0, 0, 0], strict=True))
     assert choose_probe(prompts, lambda ids: ([1.0], margins[tuple(ids)]))[0] == prompts[2]
     assert choose_probe(prompts[:2], lambda ids: ([1.0], margins[tuple(ids)]))[0] == prompts[1]
+
+
+def test_a_dense_model_has_a_row_of_nothing_for_every_token_and_needs_no_reference():
+    form = RowForm((0, 0), np.dtype(np.uint8), expert_count=0, vocab_size=50, trained=PolicyVersion(1, 4))
+    stitched = stitch(planned(routes=[]), parts(), form)
+    assert stitched is not None
+    assert stitched.known_N.all()
+    assert stitched.routes.rows.shape == (len(stitched.token_ids) - 1, 0, 0)

@@ -401,6 +401,8 @@ class EngineCore:
         recomputed_from: int | None = None,
         prompt: int | None = None,
     ) -> None:
+        if not self.sizes.moe_layers:
+            return
         routes = self.kv.routes.read(self.kv.slots_of(table, start, end), start)
         self._outputs.append(Recorded(key, replace(routes, recomputed_from=recomputed_from), prompt))
 

@@ -61,7 +61,7 @@ from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
-from slipstream.engine.vllm.rows import given_rows, recomputed_from, routes_of
+from slipstream.engine.vllm.rows import recomputed_from, routes_of
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
 from slipstream.models.base import Sizes
@@ -101,13 +101,7 @@ class VllmEngine:
         self._open: dict[str, OpenRequest] = {}
         self._connector = Connector(config)
         self._prefills = Prefills(
-            config,
-            sizes.moe_layers,
-            self._connector,
-            self._salts,
-            self._offload,
-            self._count_prompt,
-            self._keep_prompt_routes,
+            config, self._connector, self._salts, self._offload, self._count_prompt, self._keep_prompt_routes
         )
         self._swapping = asyncio.Lock()
         self._pulse = Pulse(self._sign, config.silence_s, self._swapping.locked, self._silent)
@@ -331,11 +325,8 @@ class VllmEngine:
         if news.token_ids:
             sample.logprobs += news.logprobs.logprobs  # flat: one for each token, as none but the sampled is asked for
         if output.finished:
-            request = open_request.request
-            count = len(request.token_ids) - 1 + len(sample.token_ids)
-            rows = given_rows(output, self.limits.moe_layers, count)
-            if rows is not None and request.capture_routes:
-                self._keep_routes(request, sample, rows, recomputed_from(output))
+            if news.routed_experts is not None and open_request.request.capture_routes:
+                self._keep_routes(open_request.request, sample, news.routed_experts, recomputed_from(output))
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
 

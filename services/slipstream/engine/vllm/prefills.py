@@ -23,7 +23,6 @@ from slipstream.engine.hashing import prompt_of
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
-from slipstream.engine.vllm.rows import given_rows
 from slipstream.engine.vllm.salts import SaltVersions
 
 RELEASE_PAUSE_S = 0.01
@@ -54,7 +53,6 @@ class Prefills:
     def __init__(
         self,
         config: VllmConfig,
-        moe_layers: int,
         connector: Connector,
         salts: SaltVersions,
         offload: Offload,
@@ -62,7 +60,6 @@ class Prefills:
         on_rows: OnRows,
     ) -> None:
         self._config = config
-        self._moe_layers = moe_layers
         self._connector = connector
         self._salts = salts
         self._offload = offload
@@ -218,7 +215,7 @@ class Prefills:
         if cached:
             oldest = min(oldest, self._offload.oldest_of(request.salt, self._salts.oldest(request.salt)))
         self._on_prompt(count, cached)
-        rows = given_rows(output, self._moe_layers, count + 1)
+        rows = output.outputs[0].routed_experts
         if request.capture_routes and rows is not None and len(rows) == count + 1:
             self._on_rows(request, rows[:count])
         reference = KvReference(

@@ -25,15 +25,7 @@ def recomputed_from(output: Any) -> int | None:
     return 0 if preempted else None  # the output is not the scheduler's: at worst all
 
 
-def given_rows(output: Any, moe_layers: int, token_count: int) -> Any | None:
-    """The rows of a request that ended, or None. A dense model has none to give: there they are of no bytes."""
-    if moe_layers:
-        return output.outputs[0].routed_experts
-    return np.empty((token_count, 0, 0), np.uint8)
-
-
 def routes_of(rows: Any, first: int, dtype: np.dtype[np.unsignedinteger]) -> RouteRows:
     """Rows of positions from `first` on, `[n, moe_layers, top_k]`."""
     rows = np.ascontiguousarray(rows, dtype=dtype)
-    unknown = (rows == unknown_row(dtype)).all(axis=(1, 2)) if rows.size else np.zeros(len(rows), bool)
-    return RouteRows(rows, first, runs(unknown, first))
+    return RouteRows(rows, first, runs((rows == unknown_row(dtype)).all(axis=(1, 2)), first))

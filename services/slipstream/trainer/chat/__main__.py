@@ -19,8 +19,8 @@ from slipstream.common.config import ConfigError, cli
 from slipstream.common.disk import AppendFile, replace_file
 from slipstream.common.errors import DiskFull
 from slipstream.common.telemetry import setup_logging
-from slipstream.environments.chat_template import CHAT_FILES, TEMPLATE_FILE, ChatTemplate
-from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec
+from slipstream.environments.chat_template import ChatTemplate
+from slipstream.environments.tokenizer import CHAT_FILES, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec
 from slipstream.models.checkpoint import load_model, save_model
 from slipstream.models.registry import BUILT_IN, read_config, sizes_of
 from slipstream.trainer.chat.config import ChatConfig
