@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.engine.vllm import installed
 from slipstream.launcher.cli import main
+from tests.unit.chat.conversations import PLAIN_TEMPLATE, sizes, write_tokenizer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -311,3 +312,18 @@ def test_a_run_of_another_kind_is_not_resumed_as_a_fine_tuning(tmp_path, capsys)
         with pytest.raises(SystemExit):
             main(["sft", *asked])
         assert said in capsys.readouterr().err
+
+
+def test_the_smollm2_examples_pass_every_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    start = Path("runs/sft-smollm2/model")
+    start.mkdir(parents=True)
+    write_tokenizer(start, PLAIN_TEMPLATE)
+    (start / "model.safetensors").touch()
+    (start / "config.json").write_text(json.dumps({**sizes().to_hf(), "max_position_embeddings": 4096}))
+    card = ["rl", "@", str(EXAMPLES / "smollm2-h200.toml")]
+    for asked in (card, [*card, "@", str(EXAMPLES / "smollm2-cpu.toml")]):
+        with pytest.raises(SystemExit) as caught:
+            main([*asked, "--dry-run"])
+        assert caught.value.code == 0, capsys.readouterr().err
+    assert 'device = "cpu"' in capsys.readouterr().out
