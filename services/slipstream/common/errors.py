@@ -438,6 +438,13 @@ class BroadcastStoreFull(SlipstreamError):
     reason = "BROADCAST_STORE_FULL"
 
 
+class CheckpointFailed(SlipstreamError):
+    """A checkpoint could not be written or read; those before it stand. Look at the trainer's log, and call again."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "CHECKPOINT_FAILED"
+
+
 # --- Sandbox -----------------------------------------------------------------------------------------
 
 

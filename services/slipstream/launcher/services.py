@@ -18,14 +18,19 @@ from slipstream.common.config import ServiceConfig, TlsConfig, dump_toml
 from slipstream.common.tls import TlsMaterial
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.rundir import RunDir
+from slipstream.trainer.config import TrainerConfig
 
 HEALTH_TIMEOUT_S = 2.0
 ONE_THREAD = ("OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "TOKENIZERS_PARALLELISM=false")
 """A service has threads of its own; libraries that start one a core would only get in each other's way."""
 
 
-NOT_RESUMED = frozenset({"orchestrator", "trainer"})
-"""Services whose state is in no checkpoint yet: a second one is refused, by its journal or by the broadcaster."""
+def resumable(replica: str, configs: Mapping[str, ServiceConfig]) -> bool:
+    """Whether a new process goes on where the dead one was; the orchestrator's is refused by its journal."""
+    config = configs[replica]
+    if isinstance(config, TrainerConfig):
+        return config.checkpoint.interval_steps > 0
+    return service_of(replica) != "orchestrator"
 
 
 def write_configs(run: RunDir, configs: Mapping[str, ServiceConfig]) -> None:
@@ -57,7 +62,9 @@ def access_to(run: RunDir) -> Access:
     return Access(read_token(run.token_file), TlsMaterial.load(TlsConfig.model_validate(table.get("tls", {}))))
 
 
-def service_specs(run: RunDir, endpoints: Mapping[str, str], access: Access) -> list[ProcessSpec]:
+def service_specs(
+    run: RunDir, endpoints: Mapping[str, str], access: Access, configs: Mapping[str, ServiceConfig]
+) -> list[ProcessSpec]:
     return [
         ProcessSpec(
             replica,
@@ -65,7 +72,7 @@ def service_specs(run: RunDir, endpoints: Mapping[str, str], access: Access) -> 
             log_file=run.log_file(replica),
             output_file=run.output_file(replica),
             ready=HealthCheck(address, access),
-            resumable=service_of(replica) not in NOT_RESUMED,
+            resumable=resumable(replica, configs),
             group="trainer" if service_of(replica) == "trainer" else "",
         )
         for replica, address in endpoints.items()

@@ -306,7 +306,8 @@ class VersionKeeper:
     # ---- inside
 
     def _see_published(self, version: PolicyVersion) -> None:
-        if version > self.published:
+        # What a restored trainer publishes of steps that were published before is not gone back to.
+        if version > self.published and version.step >= self.published.step:
             self.published = version
             self.on_published(version)
             self.changed.notify()

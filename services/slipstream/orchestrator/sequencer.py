@@ -19,7 +19,7 @@ from slipstream.algorithms.staleness import AgeOut, Cancellation, Group, Outcome
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.version import PolicyVersion
+from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.advantage import BadAdvantages, build_advantages
 from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
@@ -126,6 +126,10 @@ class Sequencer:
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
         self._wanted_step = 0
+        self._checkpoint_step: int | None = None
+        self.released_step = 0
+        """Rows of steps up to this one are gone."""
+        self._retrained = UNSET
         self._journal = journal
         self._metrics = metrics
         self._release_rows = release_rows
@@ -471,6 +475,7 @@ class Sequencer:
             return []
         groups = self.machine.trained(version.step, skipped=skipped)
         if not groups:
+            self._note_retrained(version, trainer_metrics)
             return []
         self.progress_at = self._clock()
         outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
@@ -478,14 +483,49 @@ class Sequencer:
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         plan = self.plans[version.step]
         self.skipped.note(plan, skipped=skipped)
-        self._release_rows(plan.rows)
-        # A repeat of GetPlan for a trained step is possible only shortly after it.
-        for step in [step for step in self.plans if step < version.step - 2]:
-            del self.plans[step]
+        self._let_go()
         self._write_step(plan, trainer_metrics, step_s, skipped=skipped)
         self._seal_what_can_be()
         self.admission_changed.notify()
         return groups
+
+    def restored(self, incarnation: int, step: int) -> None:
+        """A trainer that was restored at `step` takes over: the sealed steps after it are trained once more."""
+        log.info("trainer_restored", incarnation=incarnation, step=step)
+        self.incarnation = incarnation
+        self._journal.append("restored", incarnation=incarnation, step=step)
+        self._metrics.write("restored", incarnation=incarnation, step=step)
+
+    def checkpointed(self, step: int) -> None:
+        """The trainer writes checkpoints, the newest of `step`: what later steps need is kept."""
+        if self._checkpoint_step is None or step > self._checkpoint_step:
+            self._checkpoint_step = step
+            self._let_go()
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a runner takes no groups while rows of trained steps wait for a checkpoint."""
+        kept = self._checkpoint_step is not None and self.released_step < self.machine.trained_step
+        return kept and any(runner.spool_full for runner in self.leases.runners)
+
+    def _let_go(self) -> None:
+        """Release the rows, and forget the plans, that no trainer will ask for again."""
+        covered = self.machine.trained_step
+        if self._checkpoint_step is not None:
+            covered = min(covered, self._checkpoint_step)
+        for step in range(self.released_step + 1, covered + 1):
+            self._release_rows(self.plans[step].rows)
+        self.released_step = max(self.released_step, covered)
+        # A repeat of GetPlan for a covered step is possible only shortly after it.
+        for step in [step for step in self.plans if step < covered - 2]:
+            del self.plans[step]
+
+    def _note_retrained(self, version: PolicyVersion, trainer_metrics: dict[str, float]) -> None:
+        """Write down that a restored trainer took a step once more."""
+        if version.incarnation == self.incarnation and version > max(self._retrained, PolicyVersion(2, 0)):
+            self._retrained = version
+            self.progress_at = self._clock()
+            self._metrics.write("retrained", step=version.step, incarnation=version.incarnation, **trainer_metrics)
 
     @property
     def filtered_since_step(self) -> int:

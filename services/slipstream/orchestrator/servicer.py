@@ -19,6 +19,8 @@ from slipstream.orchestrator.sequencer import Sequencer
 
 # An open cancellation is repeated this often.
 _REPEAT_S = 0.2
+# Restarts of the trainer that may have died before they asked for a plan.
+_RESTORES = 16
 
 
 class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
@@ -126,7 +128,14 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         self._check_incarnation(request.incarnation)
         if request.rank >= sequencer.config.data_ranks:
             raise InvalidRequest("no such rank", field="rank", limit=sequencer.config.data_ranks - 1)
-        sequencer.incarnation = request.incarnation  # only here, where a restored trainer begins
+        if request.incarnation > sequencer.incarnation:  # only here, where a restored trainer begins
+            if step <= sequencer.released_step:
+                raise StepNotNext(
+                    f"the rows of step {step} are gone: restored too early", next_step=sequencer.released_step + 1
+                )
+            sequencer.restored(request.incarnation, step - 1)
+        if request.HasField("checkpoint_step"):
+            sequencer.checkpointed(request.checkpoint_step)
         if step > sequencer.config.total_steps:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
         next_step = sequencer.machine.sealed_step + 1
@@ -141,12 +150,16 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         if plan is None:
             return batch_pb2.GetPlanResponse(
                 pending=batch_pb2.PlanPending(
-                    ready_group_count=sequencer.ready_groups, needed_group_count=sequencer.config.groups_per_step
+                    ready_group_count=sequencer.ready_groups,
+                    needed_group_count=sequencer.config.groups_per_step,
+                    checkpoint_due=sequencer.checkpoint_due,
                 )
             )
         # A plan must outlive this machine before anyone acts on it.
         await asyncio.shield(self._journal.sync())
-        return batch_pb2.GetPlanResponse(plan=plan.plans[request.rank])
+        answer = batch_pb2.GetPlanResponse(plan=plan.plans[request.rank])
+        answer.plan.version.incarnation = request.incarnation
+        return answer
 
     async def ReportStep(
         self, request: batch_pb2.ReportStepRequest, context: grpc.aio.ServicerContext
@@ -178,12 +191,15 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         return batch_pb2.ReportActivityResponse()
 
     def _check_incarnation(self, incarnation: int) -> None:
-        """A restore opens the next incarnation, not any: a wild number must not shut the trainer out."""
+        """A restore opens the next incarnation, not any: a wild number must not shut the trainer out.
+
+        A few are let go by: each restart takes one, and may die before it asks.
+        """
         current = self._sequencer.incarnation
         if incarnation < current:
             raise IncarnationSuperseded("a later restore took over", incarnation=current)
-        if incarnation > current + 1 and self._sequencer.machine.sealed_step:
-            raise InvalidRequest(f"incarnation {current} goes on", field="incarnation", limit=current + 1)
+        if incarnation > current + _RESTORES and self._sequencer.machine.sealed_step:
+            raise InvalidRequest(f"incarnation {current} goes on", field="incarnation", limit=current + _RESTORES)
 
 
 def _key(attempt: runner_pb2.GroupAttempt) -> AttemptKey:

@@ -7,6 +7,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.runtime import keep_freed_memory, leave, run_service, serve
 from slipstream.trainer import telemetry
+from slipstream.trainer.checkpointer import Checkpointer
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.loop import TrainingLoop
@@ -31,6 +32,7 @@ async def run(config: TrainerConfig) -> None:
     batches = batch_pb2_grpc.BatchServiceStub(open_channel(config.orchestrator, access))
     torch = TorchThread(config.torch_threads)
     rows = RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s, config.routes_silence_s)
+    checkpoints = Checkpointer(config, torch, status)
     training = TrainingLoop(
         config,
         batches=batches,
@@ -39,6 +41,7 @@ async def run(config: TrainerConfig) -> None:
         status=status,
         torch=torch,
         start=start,
+        checkpoints=checkpoints,
     )
 
     reporter = ActivityReporter(batches, status)
@@ -52,7 +55,7 @@ async def run(config: TrainerConfig) -> None:
         [
             (
                 trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-                TrainerServicer(status),
+                TrainerServicer(status, checkpoints),
                 "slipstream.api.training.v1.TrainerService",
             )
         ],

@@ -128,6 +128,20 @@ class RankConfig(BaseConfig):
         return self
 
 
+class CheckpointConfig(BaseConfig):
+    """Checkpoints that a trainer of the same run resumes from."""
+
+    interval_steps: int = Field(default=0, ge=0)
+    """Steps between two; for a trainer of one rank. 0 writes none: a trainer that ends then ends the run. Rows are kept
+    until a checkpoint covers their step, so the runners' `spool_bytes` must hold so many steps and one more."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+
+    keep_every_steps: int = Field(default=0, ge=0)
+    """Those of every so many steps are kept as well. 0: none."""
+
+
 class TrainerConfig(ServiceConfig):
     """Everything the trainer reads."""
 
@@ -149,6 +163,7 @@ class TrainerConfig(ServiceConfig):
     sft: SftConfig = SftConfig()
     lora: LoraConfig | None = None
     """Train low-rank adapters alone, from the first step on; the warm-up trains all weights."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     environments: list[EnvironmentConfig] = Field(default_factory=list)
     """Environments whose demonstrations the warm-up learns from."""
@@ -159,7 +174,7 @@ class TrainerConfig(ServiceConfig):
     `model.max_context_tokens`."""
 
     incarnation: int = Field(default=1, ge=1)
-    """Counts restores of the trainer in this run, from 1."""
+    """Of the first start, from 1; with checkpoints, each restart takes the next."""
 
     torch_threads: int = Field(default=1, ge=1)
     """Threads of torch's operators, all within one thread of ours."""
@@ -199,6 +214,8 @@ class TrainerConfig(ServiceConfig):
             self.parallel.layout(self.group.rank_count)
             if self.lora is not None:
                 raise ValueError("lora: adapters are trained by one rank")
+            if self.checkpoint.interval_steps:
+                raise ValueError("checkpoint.interval_steps: checkpoints are written by a trainer of one rank")
             if self.parallel.timeout_s <= self.rows_timeout_s:
                 raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
         return self

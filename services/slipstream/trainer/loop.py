@@ -1,6 +1,9 @@
 """The training loop: start (warm-up included), then for each step plan, rows, optimizer step, publish, report.
 
 Publishing version n and reporting it overlap the wait for plan n+1; version n is published before n+1 is.
+
+With checkpoints, a process that finds one goes on from it, as the next incarnation: it publishes and reports that step
+under its own name, and takes the steps after it once more, by the plans that were sealed for them.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from slipstream.common.errors import (
 from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import TOKENIZER_FILE
 from slipstream.trainer import telemetry
+from slipstream.trainer.checkpointer import Checkpointer
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.cost import peak_flops, speed
 from slipstream.trainer.own_rows import own_rows
@@ -63,14 +67,19 @@ _WAITED_FOR = (Unreachable, Draining, DeadlineExceeded, BroadcastStoreFull)
 """What a repeat within that time may heal; the broadcaster's store, once older versions are pruned."""
 
 CALL_TIMEOUT_S = 10.0
+PLAN_ATTEMPTS = 3
+"""How often a plan is asked for that is of another version than its step's."""
 ROUTES_UNKNOWN_WARNING = 0.01
 
 
 class Start(Protocol):
     """Makes the model that step 1 trains."""
 
-    def __call__(self, config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
-        """Runs on the torch thread; returns the learner and figures of the warm-up."""
+    def __call__(self, config: TrainerConfig, status: Status, resumed: bool) -> tuple[Learner, dict[str, float]]:
+        """Runs on the torch thread; returns the learner and figures of the warm-up.
+
+        `resumed`: a checkpoint is loaded into it, so its weights do not matter.
+        """
         ...
 
 
@@ -118,6 +127,7 @@ class TrainingLoop:
         status: Status,
         torch: TorchThread,
         start: Start,
+        checkpoints: Checkpointer,
     ) -> None:
         self._config = config
         self._batches = batches
@@ -126,6 +136,8 @@ class TrainingLoop:
         self._status = status
         self._torch = torch
         self._start = start
+        self._checkpoints = checkpoints
+        self._incarnation = config.incarnation
         self.saved = asyncio.Event()
         """Cleared while the final weights are being written."""
         self.saved.set()
@@ -142,13 +154,14 @@ class TrainingLoop:
 
     async def train(self) -> None:
         """Train to the end of the run and write the final weights."""
-        await self._torch.start()
-        learner, figures = await self._torch.run(self._start, self._config, self._status)
-        self._join(learner.world)
-        now_s = time.time()
-        version = self._version(0)
-        await self._publish(await self._snapshot(learner, version), _Step(version, figures, now_s, now_s))
-        last = await self._steps(learner)
+        async with self._checkpoints.changing():
+            await self._torch.start()
+            learner, first = await self._begin()
+            self._join(learner.world)
+        if self._checkpoints.enabled and self._checkpoints.durable is None:
+            await self._checkpoints.save()  # from now on there is always one
+        await self._publish(await self._snapshot(learner, first.version), first)
+        last = await self._steps(learner, first.version.step)
         self._status.enter("saving")
         self.saved.clear()
         try:
@@ -175,9 +188,24 @@ class TrainingLoop:
                 stop.set()
         return stop.is_set()
 
-    async def _steps(self, learner: Learner) -> int:
-        """All steps; returns the last one trained."""
-        step = 0
+    async def _begin(self) -> tuple[Learner, _Step]:
+        """The learner and the step that it stands at: 0, or that of the newest checkpoint."""
+        self._incarnation = await self._checkpoints.open_incarnation()
+        saved = await self._checkpoints.newest()
+        learner, figures = await self._torch.run(self._start, self._config, self._status, saved is not None)
+        if saved is not None:
+            from slipstream.trainer.checkpoint_state import load
+
+            await self._torch.run(load, learner.model, learner.optimizer, learner.carried, saved.path)
+            figures = saved.figures
+            log.info("resumed", checkpoint=str(saved.version), incarnation=self._incarnation)
+        now_s = time.time()
+        step = _Step(PolicyVersion(self._incarnation, saved.version.step if saved else 0), figures, now_s, now_s)
+        self._checkpoints.made(learner, step.version, figures)
+        return learner, step
+
+    async def _steps(self, learner: Learner, step: int) -> int:
+        """All steps after `step`; returns the last one trained."""
         async with asyncio.TaskGroup() as group:
             publishing: asyncio.Task[None] | None = None
             while True:
@@ -189,7 +217,12 @@ class TrainingLoop:
                     break
                 step += 1
                 wait_s = time.monotonic() - waited_s
-                snapshot, result = await self._train(learner, plan, wait_s)
+                async with self._checkpoints.changing():
+                    snapshot, result = await self._train(learner, plan, wait_s)
+                    self._checkpoints.made(learner, result.version, result.metrics)
+                if self._checkpoints.due(step):
+                    finish = await self._checkpoints.begin()
+                    group.create_task(self._checkpoints.finish_beside(finish), name=f"checkpoint-{step}")
                 if publishing is not None:
                     await publishing
                 publishing = group.create_task(self._publish(snapshot, result), name=f"publish-{step}")
@@ -201,19 +234,35 @@ class TrainingLoop:
         """The plan of `step`, or None when the run is over."""
         wait_ms = int(self._config.plan_wait_s * 1000)
         data_rank = 0 if self._world is None else self._world.data_rank
-        request = batch_pb2.GetPlanRequest(
-            incarnation=self._config.incarnation, step=step, wait_ms=wait_ms, rank=data_rank
-        )
+        timeout_s = self._config.plan_wait_s + CALL_TIMEOUT_S
+        expected = PolicyVersion(self._incarnation, step)
+        refused = 0
         while not await self._told_to_stop():
+            request = batch_pb2.GetPlanRequest(
+                incarnation=self._incarnation,
+                step=step,
+                wait_ms=wait_ms,
+                rank=data_rank,
+                checkpoint_step=self._checkpoints.durable_step,
+            )
             response: batch_pb2.GetPlanResponse = await self._retry(
-                lambda: self._batches.GetPlan(request, timeout=self._config.plan_wait_s + CALL_TIMEOUT_S)
+                partial(self._batches.GetPlan, request, timeout=timeout_s)
             )
             kind = response.WhichOneof("result")
             if kind == "plan":
-                return response.plan
+                version = PolicyVersion.from_proto(response.plan.version)
+                if version == expected:
+                    return response.plan
+                refused += 1
+                log.warning("plan_refused", field="version", version=str(version), expected=str(expected))
+                if refused >= PLAN_ATTEMPTS:
+                    raise ValueError(f"version: the plan of step {step} is for {version}, not for {expected}")
+                await asyncio.sleep(RETRY_PAUSE_S)
             if kind == "ended":
                 log.info("run_over", reason=response.ended.reason, next_step=step)
                 return None
+            if response.pending.checkpoint_due and self._checkpoints.due(step - 1, early=True):
+                await self._checkpoints.finish_beside(await self._checkpoints.begin())
         return None
 
     async def _train(self, learner: Learner, plan: batch_pb2.Plan, wait_s: float) -> tuple[_Snapshot, _Step]:
@@ -349,9 +398,6 @@ class TrainingLoop:
                 await asyncio.sleep(RETRY_PAUSE_S)
         finally:
             self._status.waiting_for_room.discard(waiter)
-
-    def _version(self, step: int) -> PolicyVersion:
-        return PolicyVersion(self._config.incarnation, step)
 
 
 def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:

@@ -90,7 +90,16 @@ class ModelOptimizer:
             optimizer, parameter = self._optimizer_of(name)
             optimizer.state.pop(parameter, None)
             if name in states:
-                optimizer.state[parameter] = dict(states[name])
+                host = self._config.offload_state
+                state = {key: local(value).to("cpu") if host else value for key, value in states[name].items()}
+                optimizer.state[parameter] = state
+
+    @property
+    def state_keys(self) -> set[str]:
+        """Names that its state may have."""
+        adamw = {"step", "exp_avg", "exp_avg_sq"}
+        kinds = [adamw if isinstance(each, torch.optim.AdamW) else {"momentum_buffer"} for each in self._optimizers]
+        return {key for each in kinds for key in each}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         optimizer, parameter = self._optimizer_of(name)

@@ -25,8 +25,11 @@ STARTED = "started"
 """What rank 0 leaves on the board once it has the model that step 1 trains."""
 
 
-def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
-    """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called."""
+def start(config: TrainerConfig, status: Status, resumed: bool) -> tuple[Learner, dict[str, float]]:
+    """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called.
+
+    `resumed`: its weights come from a checkpoint; the model directory has those of step 0 already.
+    """
     from slipstream.models.lora.adapters import attach
     from slipstream.trainer.compute import device_of, passes_of
     from slipstream.trainer.frozen import FrozenModels
@@ -40,7 +43,10 @@ def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, flo
         status.metrics = sft_figures(progress)
 
     world, figures = meet(config), {}
-    if world.rank == 0:
+    if resumed:
+        sizes = load_sizes(config.model_dir)
+        model = find_architecture(sizes.architecture).build_model(sizes)
+    elif world.rank == 0:
         model, figures = make_model(config, on_progress, status)
         if not world.alone:
             world.board.put(STARTED, "1")

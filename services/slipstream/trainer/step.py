@@ -76,6 +76,11 @@ class Learner:
         self.expert_share_LE = torch.full((sizes.moe_layers, sizes.n_experts), 1.0 / max(1, sizes.n_experts))
         """Part of the choices of the previous step, over all ranks, that each expert got; even before the first."""
 
+    @property
+    def carried(self) -> dict[str, Tensor]:
+        """What it takes from one step into the next beside weights and optimizer."""
+        return {"expert_share": self.expert_share_LE}
+
     def train(
         self,
         micro_batches: Sequence[Sequence[TrainSequence]],

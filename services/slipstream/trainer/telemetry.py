@@ -26,6 +26,14 @@ rollouts_refused = Counter(
     "slipstream_trainer_rollouts_refused", "Rollouts lost as a field or its rows were wrong, twice.", ["field"]
 )
 steps_skipped = Counter("slipstream_trainer_steps_skipped", "Steps whose loss or gradient was not finite.")
+checkpoints_failed = Counter("slipstream_trainer_checkpoints_failed", "Checkpoints that could not be written.")
+_checkpoint_step = Gauge("slipstream_trainer_checkpoint_step", "Step of the newest checkpoint.")
+_checkpoint_seconds = Histogram(
+    "slipstream_trainer_checkpoint_seconds",
+    "Time of a checkpoint: copy (between two steps), whole (until it is durable).",
+    ["part"],
+    buckets=(0.01, 0.05, 0.2, 1, 5, 15, 60, 300, 1200),
+)
 policy_step = Reading("gauge", "slipstream_trainer_policy_step", "Last version published.")
 
 _GAUGES = {
@@ -91,6 +99,13 @@ _LABELLED = (
 def observe(status: Status) -> None:
     """Read this trainer from now on."""
     policy_step.read_from(lambda: status.version.step)
+
+
+def checkpoint_written(step: int, copy_s: float, whole_s: float) -> None:
+    """Take in a checkpoint that has become durable."""
+    _checkpoint_step.set(step)
+    _checkpoint_seconds.labels("copy").observe(copy_s)
+    _checkpoint_seconds.labels("whole").observe(whole_s)
 
 
 def step_trained(figures: dict[str, float]) -> None:

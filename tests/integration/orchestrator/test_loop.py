@@ -467,3 +467,93 @@ async def test_a_skipped_step_ends_its_groups_as_skipped_and_three_in_a_row_end_
         records = read_journal(world.orchestrator.journal.path).records
         assert [r["step"] for r in records if r["kind"] == "skipped"] == [1, 2, 4, 5, 6]
         assert [r.get("groups_skipped") for r in world.metrics("step")] == [4, 4, None, 4, 4, 4]
+
+
+async def test_a_restored_trainer_takes_the_sealed_steps_after_its_checkpoint_once_more(
+    make_world: Make, background: Make
+) -> None:
+    async def ask(step: int, incarnation: int = 1, checkpoint: int | None = None) -> batch_pb2.GetPlanResponse:
+        request = batch_pb2.GetPlanRequest(incarnation=incarnation, step=step, wait_ms=2000, checkpoint_step=checkpoint)
+        return await world.batches.GetPlan(request, timeout=10)
+
+    async def trained(step: int, incarnation: int = 1, loss: float = 0.5) -> None:
+        version = PolicyVersion(incarnation, step)
+        world.broadcaster.seal(version)
+        request = batch_pb2.ReportStepRequest(
+            request_id=uuid.uuid4().hex, version=version.to_proto(), metrics={"loss": loss}
+        )
+        await world.batches.ReportStep(request, timeout=10)
+
+    def rows(plan: batch_pb2.Plan) -> set[str]:
+        return {s.token_ids.key for batch in plan.micro_batches for s in batch.sequences}
+
+    async with make_world(total_steps=6, max_off_policy_steps=1) as world:
+        world.publish(0)
+        async with background(world.runner_loop(), world.heartbeat_loop()):
+            plans = []
+            for step in range(1, 5):
+                plans.append((await ask(step, checkpoint=0 if step < 3 else 2)).plan)
+                if step < 4:
+                    await trained(step)
+            await world.until(lambda run: run.serving.step == 3)
+            # Dies in step 4; what is left of its life is a checkpoint of step 2.
+            sequencer = world.orchestrator.sequencer
+            await world.orchestrator.releaser.flush()
+            assert rows(plans[0]) | rows(plans[1]) <= world.rows.released
+            assert not world.rows.released & (rows(plans[2]) | rows(plans[3]))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await ask(2, incarnation=2, checkpoint=1)
+            assert from_rpc_error(refused.value).reason == "STEP_NOT_NEXT"
+
+            await trained(2, incarnation=2)
+            again = [(await ask(step, incarnation=2, checkpoint=2)).plan for step in (3,)]
+            await trained(3, incarnation=2, loss=0.25)
+            await trained(3, incarnation=2, loss=0.25)
+            again.append((await ask(4, incarnation=2, checkpoint=2)).plan)
+            for plan, first in zip(again, plans[2:], strict=True):
+                assert plan.version.incarnation == 2
+                plan.version.incarnation = 1
+                assert plan == first
+            with pytest.raises(grpc.aio.AioRpcError) as late:
+                await ask(5)
+            assert from_rpc_error(late.value).reason == "INCARNATION_SUPERSEDED"
+            await trained(4, incarnation=2)
+            run = await world.until(lambda run: run.serving.step == 4)
+            assert (run.serving.incarnation, run.published.incarnation) == (2, 2)
+            for step in (5, 6):
+                await ask(step, incarnation=2, checkpoint=4)
+                await trained(step, incarnation=2)
+            await world.until(lambda run: run.phase == "ended")
+
+        assert [r["step"] for r in world.metrics("step")] == [1, 2, 3, 4, 5, 6]
+        assert [(r["step"], r["loss"]) for r in world.metrics("retrained")] == [(3, 0.25)]
+        assert [(r["incarnation"], r["step"]) for r in world.metrics("restored")] == [(2, 2)]
+        records = read_journal(world.orchestrator.journal.path).records
+        assert [r["step"] for r in records if r["kind"] == "trained"] == [1, 2, 3, 4, 5, 6]
+        assert sequencer.machine.outcomes[Outcome.TRAINED] == 6 * 4
+        salts = {a.salt.split("/")[1] for a in world.assignments if a.dispatch_version.step >= 4}
+        assert salts == {"2"}
+
+
+async def test_a_full_runner_asks_for_the_checkpoint_that_lets_its_rows_go(make_world: Make) -> None:
+    async def ask(step: int, checkpoint: int) -> batch_pb2.GetPlanResponse:
+        request = batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=0, checkpoint_step=checkpoint)
+        return await world.batches.GetPlan(request, timeout=10)
+
+    async def heartbeat(spool_bytes: int) -> None:
+        request = runner_pb2.HeartbeatRequest(
+            runner_id="runner-1", runner_epoch="1", spool_bytes=spool_bytes, spool_limit_bytes=100
+        )
+        await world.runners.Heartbeat(request, timeout=10)
+
+    async with make_world(total_steps=6, groups_per_step=1) as world:
+        world.publish(0)
+        await world.until(lambda run: run.serving.incarnation == 1)
+        await ask(1, 0)
+        for group in await world.acquire(1):
+            await world.report(world.finished(group))
+        await world.train((await ask(1, 0)).plan)
+        assert not (await ask(2, 0)).pending.checkpoint_due
+        await heartbeat(100)
+        assert (await ask(2, 0)).pending.checkpoint_due
+        assert not (await ask(2, 1)).pending.checkpoint_due

@@ -30,6 +30,7 @@ from slipstream.models.lora.adapters import attach
 from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
+from slipstream.trainer.checkpointer import Checkpointer
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.fetch import RowsClient
 from slipstream.trainer.loop import TrainingLoop
@@ -122,14 +123,19 @@ class Orchestrator(batch_pb2_grpc.BatchServiceServicer):
         self.asked: Counter[int] = Counter()
         self.reports: list[batch_pb2.ReportStepRequest] = []
         self.waiting = asyncio.Event()
+        self.checkpoint_steps: list[int | None] = []
+        self.checkpoint_due = False
 
     async def GetPlan(self, request, context):
         self.asked[request.step] += 1
         if request.step > len(self.plans):
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
+        self.checkpoint_steps.append(request.checkpoint_step if request.HasField("checkpoint_step") else None)
         if self.asked[request.step] == 1:
-            return batch_pb2.GetPlanResponse(pending=batch_pb2.PlanPending())
-        return batch_pb2.GetPlanResponse(plan=self.plans[request.step - 1])
+            return batch_pb2.GetPlanResponse(pending=batch_pb2.PlanPending(checkpoint_due=self.checkpoint_due))
+        answer = batch_pb2.GetPlanResponse(plan=self.plans[request.step - 1])
+        answer.plan.version.incarnation = request.incarnation
+        return answer
 
     async def ReportStep(self, request, context):
         assert PolicyVersion.from_proto(request.version) in self._broadcaster.sealed
@@ -240,7 +246,7 @@ class World:
         )
 
 
-def start(config: TrainerConfig, status: Status) -> tuple[Learner, dict[str, float]]:
+def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple[Learner, dict[str, float]]:
     model = build_model(SIZES)
     init_weights(model, config.seed)
     if config.lora is not None:
@@ -255,7 +261,10 @@ def torch_thread() -> Iterator[TorchThread]:
     thread.close()
 
 
-def training_loop(world: World, config: TrainerConfig, thread: TorchThread, status: Status) -> TrainingLoop:
+def training_loop(
+    world: World, config: TrainerConfig, thread: TorchThread, status: Status, checkpoints: Checkpointer | None = None
+) -> TrainingLoop:
+    checkpoints = checkpoints or Checkpointer(config, thread, status)
     rows = RowsClient(world.channel, config.rows_timeout_s)
     return TrainingLoop(
         config,
@@ -265,6 +274,7 @@ def training_loop(world: World, config: TrainerConfig, thread: TorchThread, stat
         status=status,
         torch=thread,
         start=start,
+        checkpoints=checkpoints,
     )
 
 
@@ -407,8 +417,10 @@ async def test_the_weights_published_are_those_of_the_model(tmp_path, torch_thre
 async def test_stop_ends_the_loop_while_it_waits_for_a_plan(tmp_path, torch_thread):
     world, status = World(), Status()
     world.orchestrator.GetPlan = world.orchestrator.wait
-    async with world.serve(), serve_trainer(world, status) as stub:
-        loop = training_loop(world, TrainerConfig(run_dir=tmp_path), torch_thread, status)
+    config = TrainerConfig(run_dir=tmp_path)
+    checkpoints = Checkpointer(config, torch_thread, status)
+    async with world.serve(), serve_trainer(world, status, checkpoints) as stub:
+        loop = training_loop(world, config, torch_thread, status, checkpoints)
         async with asyncio.TaskGroup() as group:
             training = group.create_task(loop.train())
             await world.orchestrator.waiting.wait()
@@ -422,9 +434,11 @@ async def test_stop_ends_the_loop_while_it_waits_for_a_plan(tmp_path, torch_thre
 
 
 @asynccontextmanager
-async def serve_trainer(world: World, status: Status) -> AsyncIterator[trainer_pb2_grpc.TrainerServiceStub]:
+async def serve_trainer(
+    world: World, status: Status, checkpoints: Checkpointer
+) -> AsyncIterator[trainer_pb2_grpc.TrainerServiceStub]:
     add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
-    service = (add, TrainerServicer(status), "slipstream.api.training.v1.TrainerService")
+    service = (add, TrainerServicer(status, checkpoints), "slipstream.api.training.v1.TrainerService")
     server, port = build_server(ServiceConfig(), [service])
     await server.start()
     try:

@@ -1,0 +1,152 @@
+"""What a checkpoint holds of a model in training, and how it comes back: weights, the optimizer's state, random states.
+
+The schedule is a function of the step, which is in the checkpoint's version. Parameters may be DTensors, saved by so
+many ranks and loaded by others. Runs on the torch thread; an asynchronous save returns once everything is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from slipstream.common.config import ConfigError
+from slipstream.common.errors import CheckpointFailed, SlipstreamError
+from slipstream.models.base import Model
+from slipstream.trainer.optimizer import ModelOptimizer, plain_name
+from slipstream.trainer.tensor_files import SafetensorsReader, SafetensorsWriter
+
+_MODEL, _OPTIMIZER, _OTHERS, _RANDOM = "model/", "optimizer/", "others/", "random/"
+
+
+def save_async(
+    model: Model, optimizer: ModelOptimizer, others: Mapping[str, Tensor], directory: Path, commit: Callable[[], None]
+) -> Future[Any]:
+    """Copy the state, and write the copy in a thread of its own. Collective where there are ranks.
+
+    `directory` is there and empty; `commit` is called on rank 0 once all ranks have written.
+    """
+    writer = SafetensorsWriter(directory, commit)
+    state, alone = {**_state(model, optimizer), **_named(others)}, not dist.is_initialized()
+    return cast("Future[Any]", state_dict_saver.async_save(state, storage_writer=writer, no_dist=alone))
+
+
+def wait(future: Future[Any]) -> None:
+    """Return when a save has ended. Blocks. Raises `CheckpointFailed`."""
+    try:
+        future.result()
+    except (CheckpointException, OSError, SlipstreamError) as error:
+        raise CheckpointFailed(f"the checkpoint was not written: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """One line."""
+    failures = getattr(error, "failures", {})
+    return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in failures.items()) or str(error)
+
+
+def load(model: Model, optimizer: ModelOptimizer, others: Mapping[str, Tensor], directory: Path) -> None:
+    """Bring a model and its optimizer to a checkpoint, whichever ranks wrote it. Collective where there are ranks.
+
+    Raises:
+        ConfigError: the checkpoint is of another model or optimizer.
+        CheckpointFailed: it cannot be read.
+    """
+    reader = SafetensorsReader(directory)
+    weights = _model_tensors(model)
+    saved = {name for name in reader.shapes if name.startswith(_MODEL)}
+    wrong = sorted(saved ^ weights.keys()) or [n for n in weights if tuple(weights[n].shape) != reader.shapes[n]]
+    if wrong:
+        raise ConfigError(f"{directory} is of another model: {', '.join(wrong[:3])}")
+    states = _empty_states(optimizer, reader, directory)
+    moments = {f"{_OPTIMIZER}{name}/{key}": value for name, state in states.items() for key, value in state.items()}
+    random = {
+        name: torch.zeros(reader.shapes[name], dtype=torch.uint8) for name in _random_states() if name in reader.shapes
+    }
+    try:
+        state_dict_loader.load(
+            {**weights, **moments, **random, **_named(others)}, storage_reader=reader, no_dist=not dist.is_initialized()
+        )
+    except CheckpointException as error:
+        raise CheckpointFailed(f"{directory} cannot be read: {_cause(error)}", path=directory) from error
+    optimizer.load_state(states)
+    optimizer.weights_changed()
+    _set_random_states(random)
+
+
+def _state(model: Model, optimizer: ModelOptimizer) -> dict[str, Tensor]:
+    state = _model_tensors(model)
+    for name, values in optimizer.state.items():
+        parameter = optimizer.parameters[name]
+        state |= {f"{_OPTIMIZER}{name}/{key}": _placed(value, parameter) for key, value in values.items()}
+    return state | _random_states()
+
+
+def _named(others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whatever else is the same on all ranks."""
+    return {f"{_OTHERS}{name}": tensor for name, tensor in others.items() if tensor.numel()}
+
+
+def _model_tensors(model: Model) -> dict[str, Tensor]:
+    """Every parameter once, frozen ones too, by name."""
+    return {f"{_MODEL}{plain_name(name)}": p.detach() for name, p in model.named_parameters()}
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """A part of a moment as part of a whole, where the optimizer keeps parts in host memory."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.ndim != parameter.ndim:
+        return value
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _empty_states(
+    optimizer: ModelOptimizer, reader: SafetensorsReader, directory: Path
+) -> dict[str, dict[str, Tensor]]:
+    """Room for the optimizer's state as it was saved, each moment placed as its parameter."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for full_name, shape in reader.shapes.items():
+        if not full_name.startswith(_OPTIMIZER):
+            continue
+        name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition("/")
+        parameter = optimizer.parameters.get(name)
+        if parameter is None or shape not in ((), tuple(parameter.shape)):
+            raise ConfigError(f"{directory} is of another optimizer: {full_name}")
+        dtype = reader.dtypes[full_name]
+        like = torch.zeros_like(parameter.detach(), dtype=dtype)
+        states.setdefault(name, {})[key] = like if shape else torch.zeros((), dtype=dtype, device=parameter.device)
+    kinds = {key for state in states.values() for key in state}
+    if states and not kinds <= optimizer.state_keys:
+        raise ConfigError(f"{directory} is of another optimizer: it has {', '.join(sorted(kinds))}")
+    return states
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Of this rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"{_RANDOM}{rank}/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{_RANDOM}{rank}/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor]) -> None:
+    for name, state in states.items():
+        if name.endswith("/cpu"):
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state)

@@ -1,0 +1,129 @@
+"""The checkpoints of a run on disk: `<run_dir>/checkpoints/<version>/`. Imports no torch.
+
+    .saving-2.14/        while it is written; what a dead process left is removed
+    2.14/                renamed into place once all of it is on disk
+        rank-00000.safetensors ...    tensors, by rank (tensor_files.py)
+        metadata.json                 which part of which tensor is where
+        state.json                    the version, and what else is no tensor
+        COMPLETE                      written last: without it, or if it does not fit, there is no checkpoint
+
+A kill at any moment leaves the newest complete one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from slipstream.common.disk import full_disk_named, make_directory, replace_file, sync_directory
+from slipstream.common.version import PolicyVersion
+
+log = structlog.get_logger()
+
+METADATA_FILE = "metadata.json"
+STATE_FILE = "state.json"
+MARKER_FILE = "COMPLETE"
+INCARNATION_FILE = "incarnation"
+_SAVING_PREFIX = ".saving-"
+_VERSION = re.compile(r"\d+\.\d+")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    version: PolicyVersion
+    path: Path
+    figures: dict[str, float]
+    """Of the step that made it."""
+
+
+class CheckpointStore:
+    """Who writes is rank 0; everyone may read."""
+
+    def __init__(self, root: Path, keep_last: int = 1, keep_every_steps: int = 0) -> None:
+        self.root = root
+        self._keep_last = keep_last
+        self._keep_every_steps = keep_every_steps
+
+    def newest(self) -> Saved | None:
+        """The newest complete checkpoint: of the latest incarnation, its latest step."""
+        for version in reversed(self._versions()):
+            saved = _read(self.root / str(version), version)
+            if saved is not None:
+                return saved
+        return None
+
+    def begin(self, version: PolicyVersion) -> Path:
+        """An empty directory to write into."""
+        scratch = self.root / f"{_SAVING_PREFIX}{version}"
+        for left in self.root.glob(f"{_SAVING_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        make_directory(scratch)
+        return scratch
+
+    def commit(self, version: PolicyVersion, figures: dict[str, float]) -> None:
+        """Make what was written, whose files are on disk, a checkpoint; then drop what need not be kept."""
+        scratch, target = self.root / f"{_SAVING_PREFIX}{version}", self.root / str(version)
+        state = {"version": str(version), "figures": figures}
+        replace_file(scratch / STATE_FILE, json.dumps(state, indent=1).encode() + b"\n")
+        shutil.rmtree(target, ignore_errors=True)  # a remnant without its marker
+        with full_disk_named(target):
+            scratch.rename(target)
+        sync_directory(self.root)
+        replace_file(target / MARKER_FILE, json.dumps(_checksums(target)).encode() + b"\n")
+        self._prune()
+
+    def open_incarnation(self, least: int) -> int:
+        """A number that no process of this run has used before, `least` or more; remembered at once."""
+        path = self.root / INCARNATION_FILE
+        used = int(path.read_text()) if path.exists() else 0
+        make_directory(self.root)
+        incarnation = max(least, used + 1)
+        replace_file(path, f"{incarnation}\n".encode())
+        return incarnation
+
+    def _versions(self) -> list[PolicyVersion]:
+        names = os.listdir(self.root) if self.root.is_dir() else []
+        return sorted(PolicyVersion.parse(name) for name in names if _VERSION.fullmatch(name))
+
+    def _prune(self) -> None:
+        """The newest stay, and those of every so many steps."""
+        complete = [v for v in self._versions() if (self.root / str(v) / MARKER_FILE).exists()]
+        for version in complete[: -self._keep_last]:
+            if self._keep_every_steps and version.step and version.step % self._keep_every_steps == 0:
+                continue
+            path = self.root / str(version)
+            (path / MARKER_FILE).unlink(missing_ok=True)  # first: half of one must not look whole
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _read(path: Path, version: PolicyVersion) -> Saved | None:
+    """The checkpoint in a directory, or None if it is not complete."""
+    marker = path / MARKER_FILE
+    if not marker.exists():
+        return None
+    try:
+        if json.loads(marker.read_text()) != _checksums(path):
+            raise ValueError("a file does not match its checksum")
+        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
+        sizes: dict[str, int] = json.loads((path / METADATA_FILE).read_text())["files"]
+        wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+        if wrong or state["version"] != str(version):
+            raise ValueError(f"not as it was written: {', '.join(wrong) or state['version']}")
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("checkpoint_unreadable", path=str(path), detail=str(error))
+        return None
+    return Saved(version, path, state["figures"])
+
+
+def _checksums(path: Path) -> dict[str, int]:
+    return {name: zlib.crc32((path / name).read_bytes()) for name in (METADATA_FILE, STATE_FILE)}

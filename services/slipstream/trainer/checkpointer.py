@@ -1,0 +1,171 @@
+"""When checkpoints are written: every so many steps beside the training, or when somebody asks. One at a time.
+
+Copying the state takes the torch thread between two steps; writing the copy takes a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from slipstream.common.errors import CheckpointFailed, SlipstreamError, Unsupported
+from slipstream.common.version import PolicyVersion
+from slipstream.trainer import telemetry
+from slipstream.trainer.checkpoint_store import CheckpointStore, Saved
+from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.room import write_when_room
+from slipstream.trainer.status import Status
+from slipstream.trainer.torch_thread import TorchThread
+
+if TYPE_CHECKING:
+    from slipstream.trainer.step import Learner
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a checkpoint would be of now."""
+
+    learner: Learner
+    version: PolicyVersion
+    figures: dict[str, float]
+
+
+class Checkpointer:
+    """Owns the checkpoints of a run. The training loop says when weights change and what they have become."""
+
+    def __init__(self, config: TrainerConfig, torch: TorchThread, status: Status) -> None:
+        self._interval_steps = config.checkpoint.interval_steps
+        self._first_incarnation = config.incarnation
+        self._store = CheckpointStore(
+            config.run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every_steps
+        )
+        self._torch = torch
+        self._status = status
+        self._at_rest = asyncio.Lock()
+        self._one = asyncio.Lock()
+        self._made: _Made | None = None
+        self._begun_step = 0
+        self.durable: PolicyVersion | None = None
+        """Of the newest checkpoint that would be resumed from."""
+
+    @property
+    def enabled(self) -> bool:
+        return self._interval_steps > 0
+
+    @property
+    def durable_step(self) -> int | None:
+        """Of the newest checkpoint; None where none are written."""
+        return self.durable.step if self.durable else None
+
+    async def open_incarnation(self) -> int:
+        """The incarnation of this process: the configured one, or with checkpoints one that no other has had."""
+        if not self.enabled:
+            return self._first_incarnation
+        opened: list[int] = []
+
+        def write() -> None:
+            opened.append(self._store.open_incarnation(self._first_incarnation))
+
+        await self._torch.run(write_when_room, write, self._status)
+        return opened[-1]
+
+    async def newest(self) -> Saved | None:
+        """What to resume from."""
+        saved = await asyncio.to_thread(self._store.newest) if self.enabled else None
+        if saved is not None:
+            self.durable, self._begun_step = saved.version, saved.version.step
+        return saved
+
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """To be held while weights and optimizer change; `made` is called before it is let go."""
+        async with self._at_rest:
+            yield
+
+    def made(self, learner: Learner, version: PolicyVersion, figures: dict[str, float]) -> None:
+        """The learner has come to a version."""
+        self._made = _Made(learner, version, figures)
+
+    def due(self, step: int, *, early: bool = False) -> bool:
+        """Whether a checkpoint is to be written after `step`; while one is being written, the next step is asked again.
+
+        `early`: before its interval, as others wait for it.
+        """
+        interval_steps = 1 if early else self._interval_steps
+        return self.enabled and step - self._begun_step >= interval_steps and not self._one.locked()
+
+    async def save(self) -> PolicyVersion:
+        """Write a checkpoint of the next moment at which nothing changes; returns its version when it is durable.
+
+        Raises:
+            Unsupported: none are written.
+            CheckpointFailed: it could not be written; the one before stands.
+        """
+        if not self.enabled:
+            raise Unsupported("trainer.checkpoint.interval_steps is 0: no checkpoints are written", field="checkpoint")
+        return await (await self.begin())()
+
+    async def begin(self) -> Callable[[], Awaitable[PolicyVersion]]:
+        """Copy the state; what is returned waits until it is durable, and must be called."""
+        await self._one.acquire()
+        try:
+            async with self._at_rest:
+                return await self._begin()
+        except BaseException:
+            self._one.release()
+            raise
+
+    async def _begin(self) -> Callable[[], Awaitable[PolicyVersion]]:
+        made, started_s = self._made, time.monotonic()
+        assert made is not None, "weights change until there are some"
+        version, store = made.version, self._store
+        future: Future[Any] | None = None
+        if version != self.durable:
+            from slipstream.trainer.checkpoint_state import save_async
+
+            self._begun_step = version.step
+            commit = partial(store.commit, version, made.figures)
+            try:
+                directory = await asyncio.to_thread(store.begin, version)
+                learner = made.learner
+                state = learner.model, learner.optimizer, learner.carried
+                future = await self._torch.run(save_async, *state, directory, commit)
+            except (OSError, SlipstreamError) as error:
+                future = Future()
+                future.set_exception(error)
+        copy_s = time.monotonic() - started_s
+
+        async def finish() -> PolicyVersion:
+            try:
+                if future is not None:
+                    from slipstream.trainer.checkpoint_state import wait
+
+                    await asyncio.to_thread(wait, future)
+                    self.durable = version
+                    telemetry.checkpoint_written(version.step, copy_s, time.monotonic() - started_s)
+                    log.info("checkpoint_written", version=str(version), copy_s=round(copy_s, 3))
+                return version
+            except CheckpointFailed as error:
+                self._begun_step = self.durable.step if self.durable else 0
+                telemetry.checkpoints_failed.inc()
+                log.error("checkpoint_failed", version=str(version), detail=error.message)
+                raise
+            finally:
+                self._one.release()
+
+        return finish
+
+    async def finish_beside(self, finish: Callable[[], Awaitable[PolicyVersion]]) -> None:
+        """Wait for one that nobody asked for: a failure is logged and counted, and the next step tries again."""
+        with contextlib.suppress(CheckpointFailed):
+            await finish()
