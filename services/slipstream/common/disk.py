@@ -72,12 +72,6 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def sync_file(path: Path) -> None:
-    """Put what was written to a file on disk. Blocks."""
-    with full_disk_named(path), path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def sync_directory(path: Path) -> None:
     """Put the names in a directory on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -140,6 +140,6 @@ def _told(run: RunDir, code: int | None) -> int:
     if code is None or code == 0 or code > SIGNALLED:
         print(f"{run.name} was stopped; {resume}")
         return code or 0
-    hint = f"; {resume}" if any((run.path / "checkpoints").glob("*/checkpoint.json")) else ""
+    hint = f"; {resume}" if any((run.path / "checkpoints").glob("*/COMPLETE")) else ""
     print(f"{run.name} ended with code {code}; its log is {shown(run.log_file(REPLICA))}{hint}", file=sys.stderr)
     return code

@@ -125,12 +125,12 @@ def test_a_stopped_run_goes_on_with_bit_equal_losses(tmp_path):
 def test_the_last_checkpoints_are_kept_and_one_that_is_not_whole_is_none(tmp_path):
     of = config(tmp_path, epochs=2)
     steps = run(of)[-1].step
-    kept = sorted(path.name for path in of.checkpoint_dir.iterdir())
+    kept = sorted(int(path.name.removeprefix("1.")) for path in of.checkpoint_dir.iterdir())
     assert len(kept) == 2
-    assert kept[-1] == f"step-{steps:08d}"
-    torn = of.checkpoint_dir / f"step-{steps + 1:08d}"
-    shutil.copytree(of.checkpoint_dir / kept[-1], torn)
-    (torn / "checkpoint.json").unlink()
+    assert kept[-1] == steps
+    torn = of.checkpoint_dir / f"1.{steps + 1}"
+    shutil.copytree(of.checkpoint_dir / f"1.{steps}", torn)
+    (torn / "COMPLETE").unlink()
     assert Finetuner(model(), of, data(of)).restore() == steps
 
 

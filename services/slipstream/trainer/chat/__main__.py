@@ -17,7 +17,7 @@ import torch
 
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.disk import AppendFile, replace_file
-from slipstream.common.errors import DiskFull
+from slipstream.common.errors import CheckpointFailed, DiskFull
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.chat_template import ChatTemplate
 from slipstream.environments.tokenizer import CHAT_FILES, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec
@@ -68,7 +68,7 @@ def main() -> None:
             _leave_model(config, finetuner)
     except ConfigError as error:
         _fail(2, str(error))
-    except (Diverged, DiskFull) as error:
+    except (Diverged, CheckpointFailed, DiskFull) as error:
         _fail(1, str(error))
 
 

@@ -6,22 +6,28 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from slipstream.algorithms.packing import pack
+from slipstream.common.version import PolicyVersion
 from slipstream.models.base import Model
 from slipstream.trainer.chat.batches import plan_steps
-from slipstream.trainer.chat.checkpoints import Checkpoints, Record
 from slipstream.trainer.chat.config import ChatConfig
 from slipstream.trainer.chat.examples import Dataset, Example
+from slipstream.trainer.checkpoint_state import load, save_async, wait
+from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.offload import ActivationOffload
 from slipstream.trainer.optimizer import ModelOptimizer
 from slipstream.trainer.packed import Packed
 
 MAX_SKIPPED_IN_A_ROW = 3
+PLAN = "plan"
+"""Of a checkpoint: what the steps learn from, in their order, as a digest."""
 
 
 class Diverged(Exception):
@@ -50,23 +56,34 @@ class Finetuner:
         self._optim = optim
         self._optimizer = ModelOptimizer(model.named_parameters(), optim)
         self._offload = ActivationOffload(enabled=optim.offload_activations)
-        self._checkpoints = Checkpoints(config.checkpoint_dir, config.checkpoint.keep_last)
-        self._digest = _digest(data.training, self.steps)
+        self._store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep_last)
+        self._saving: Future[Any] | None = None
+        self._plan = _digest(data.training, self.steps)
         self._step = self._skipped = self._skipped_in_a_row = 0
+        self._saved_step = -1
 
     def restore(self) -> int:
-        """Go on from the newest checkpoint, if there is one; returns its step. Raises `ConfigError`, `ValueError`."""
-        record = self._checkpoints.newest()
-        if record is None:
+        """Go on from the newest checkpoint, if there is one; returns its step.
+
+        Raises `ConfigError` and `CheckpointFailed`, and `ValueError` where it learned from something else.
+        """
+        saved = self._store.newest()
+        if saved is None:
             return 0
-        if record.plan_digest != self._digest:
-            raise ValueError(f"the checkpoint of step {record.step} learned from other data, or in other steps")
-        self._checkpoints.load(record, self.model, self._optimizer)
-        self._step, self._skipped = record.step, record.skipped_steps
-        return record.step
+        plan = torch.zeros_like(self._plan)
+        load(self.model, self._optimizer, {PLAN: plan}, saved.path)
+        step = saved.version.step
+        if not torch.equal(plan, self._plan):
+            raise ValueError(f"the checkpoint of step {step} learned from other data, or in other steps")
+        self._step = self._saved_step = step
+        self._skipped = int(saved.figures["skipped_steps"])
+        return step
 
     def run(self, on_progress: Callable[[Progress], None], stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Take the steps that are left; returns whether all were taken. Leaves a checkpoint. Raises `Diverged`."""
+        """Take the steps that are left; returns whether all were taken. Leaves a checkpoint.
+
+        Raises `Diverged` and `CheckpointFailed`.
+        """
         every = self._config.training.validate_every
         if not self._step:
             self._validate(on_progress)
@@ -78,10 +95,25 @@ class Finetuner:
             if self._step % self._config.checkpoint.every_steps == 0 and self._step < len(self.steps):
                 self._save()
         self._save()
+        self._wait()
         return self._step == len(self.steps)
 
     def _save(self) -> None:
-        self._checkpoints.save(Record(self._step, self._skipped, self._digest), self.model, self._optimizer)
+        """Copy the state; the copy is written beside the next steps."""
+        if self._step == self._saved_step:
+            return
+        self._wait()
+        version, figures = PolicyVersion(1, self._step), {"skipped_steps": float(self._skipped)}
+        directory = self._store.begin(version)
+        self._saving = save_async(
+            self.model, self._optimizer, {PLAN: self._plan}, directory, lambda: self._store.commit(version, figures)
+        )
+        self._saved_step = self._step
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            wait(self._saving)
+            self._saving = None
 
     def _train(self, indexes: Sequence[int]) -> dict[str, float]:
         """One step; where loss or gradient is not finite, weights and state stay as they are."""
@@ -150,9 +182,9 @@ def _packed(batch: Sequence[Example]) -> Packed:
     return Packed.of([example.token_ids for example in batch], [example.target_positions for example in batch])
 
 
-def _digest(training: Sequence[Example], steps: Sequence[Sequence[int]]) -> str:
+def _digest(training: Sequence[Example], steps: Sequence[Sequence[int]]) -> torch.Tensor:
     sha256 = hashlib.sha256()
     for example in training:
         sha256.update(example.token_ids.tobytes() + b"/" + example.target_positions.tobytes() + b"\n")
     sha256.update(repr(steps).encode())
-    return sha256.hexdigest()
+    return torch.frombuffer(bytearray(sha256.digest()), dtype=torch.uint8)
