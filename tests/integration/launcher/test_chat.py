@@ -30,13 +30,13 @@ max_tokens = 64
 
 [training]
 tokens_per_step = 300
-epochs = 100
+epochs = 40
 validate_every = 50
 
 [optim]
 lr = 1e-2
 """
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ def steps_of(run: Path) -> list[int]:
     return [record["step"] for record in records if "loss" in record]
 
 
+@pytest.mark.timeout(240)
 def test_a_stopped_fine_tuning_goes_on_where_it_was_and_leaves_a_model(root):
     run = root / "runs" / "chat"
     asked = command("@", root / "sft.toml")
