@@ -210,7 +210,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of each document, one a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
     parser.add_argument("--steps", type=int, default=3, help="measured, after two of warm-up; the fastest counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="selective")

@@ -25,6 +25,7 @@ from slipstream.trainer.config import ParallelConfig
 from slipstream.trainer.cost import ModelCost, memory
 from slipstream.trainer.figures import StepFigures, TokenFigures
 from slipstream.trainer.frozen import FrozenLogps, FrozenModels
+from slipstream.trainer.host_copies import HostCopies
 from slipstream.trainer.loss_config import LossConfig
 from slipstream.trainer.objective import build_objective
 from slipstream.trainer.offload import ActivationOffload
@@ -72,6 +73,7 @@ class Learner:
         self._offload = ActivationOffload(enabled=optim.offload_activations)
         self.device = next(model.parameters()).device
         self._clock = PhaseClock(self.device)
+        self._copies = HostCopies(self.device)
         sizes = model.sizes
         self.expert_share_LE = torch.full((sizes.moe_layers, sizes.n_experts), 1.0 / max(1, sizes.n_experts))
         """Part of the choices of the previous step, over all ranks, that each expert got; even before the first."""
@@ -255,8 +257,8 @@ class Learner:
 
     @torch.no_grad()
     def export(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of all weights, adapters merged, by Hugging Face name: later steps leave them be. Of a rank alone."""
-        return {name: _copied(tensor) for name, tensor in to_hf(self.model).items()}
+        """Copies of all weights, adapters merged, by Hugging Face name (`host_copies.py`). Of a rank alone."""
+        return self._copies(to_hf(self.model))
 
     @torch.no_grad()
     def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
@@ -264,7 +266,7 @@ class Learner:
         adapters = adapters_of(self.model)
         assert adapters is not None
         tensors = {**(to_hf(self.model, merged=False) if with_base else {}), **adapters.tensors()}
-        return {name: _copied(tensor) for name, tensor in tensors.items()}
+        return self._copies(tensors)
 
     def export_boxes(self) -> list[Box]:
         """Copies of the weights that this rank holds, by Hugging Face name."""
@@ -275,12 +277,6 @@ class Learner:
         if self.world.alone:
             return {name: tensor.cpu() for name, tensor in to_hf(self.model).items()}
         return whole_tensors(self.model, self._places, keep=self.world.rank == 0)
-
-
-def _copied(tensor: Tensor) -> NDArray[np.float32]:
-    """In this process's memory, whatever becomes of the tensor."""
-    tensor = tensor.detach().float()
-    return tensor.numpy().copy() if tensor.device.type == "cpu" else tensor.cpu().numpy()
 
 
 def _there(batch: Sequence[TrainSequence | Lost]) -> list[TrainSequence]:

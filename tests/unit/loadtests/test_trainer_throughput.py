@@ -17,7 +17,20 @@ from slipstream.trainer.cost import ModelCost
 @pytest.mark.parametrize("shape", ["tiny", "tiny-dense", "tiny-lora"])
 def test_a_small_shape_is_measured_in_seconds(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "figures.jsonl"
-    words = ["--context", "64", "--steps", "1", "--device", "cpu", "--peak-flops", "1e11", "--out", str(out)]
+    words = [
+        "--context",
+        "64",
+        "--micro-batches",
+        "2",
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--peak-flops",
+        "1e11",
+        "--out",
+        str(out),
+    ]
     assert main(["--shape", shape, *words]) == 0
     found = json.loads(out.read_text())
     assert found["tokens"] == 128

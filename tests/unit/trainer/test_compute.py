@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,8 @@ from slipstream.trainer.compute import device_of, passes_of
 from slipstream.trainer.config import ComputeConfig
 from slipstream.trainer.frozen import FrozenModels
 from slipstream.trainer.loss_config import GrpoLossConfig
-from slipstream.trainer.parallel.sharding import Passes
+from slipstream.trainer.parallel.sharding import Passes, shard, slice_for
+from slipstream.trainer.parallel.world import World
 from slipstream.trainer.step import Learner
 
 from .tiny import BASE, OPTIM, SIZES, VOCAB, sequence, tiny_model
@@ -78,3 +81,17 @@ def test_a_card_that_is_not_there_is_refused_by_name():
             device_of(ComputeConfig(device="cuda"))
     assert device_of(ComputeConfig()) == torch.device("cpu")
     assert passes_of(ComputeConfig(precision="bfloat16", logits_bytes=4096)) == Passes(True, 4096)
+
+
+def test_a_pass_stays_on_its_device_and_reads_nothing_back():
+    """On `meta`, where whatever would read a value, or mix devices, fails."""
+    model: Any = tiny_model()
+    model.to("meta")
+    ranked = shard(model, World(), passes=Passes(logits_bytes=3 * 4 * VOCAB))
+    part = slice_for(ranked, BATCHES[0])
+    share_LE = torch.full((SIZES.n_layers, SIZES.n_experts), 1.0 / SIZES.n_experts)
+    for temperature_R in (None, torch.full((part.target_count,), 0.7)):
+        logps_R, entropy_R = ranked.logps(part, temperature_R, share_LE=share_LE)
+        (logps_R.sum() + model.routes.balance_loss()).backward()
+        assert {logps_R.device.type, entropy_R.device.type} == {"meta"}
+        assert all(p.grad is not None for p in model.parameters())

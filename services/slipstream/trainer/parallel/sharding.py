@@ -92,13 +92,14 @@ class Ranked(nn.Module):
         slice's part of a sum afterwards. Without `replay` all tokens are routed live, padding too.
         """
         model = self.model
+        # What is so of all tokens is said without a mask, for which a card would have to be waited for.
         known_S = part.known_S if replay else np.zeros_like(part.known_S)
         model.routes.begin(
             replay_TLK=self._tensor(part.replay_SLK) if known_S.any() else None,
-            known_T=self._tensor(known_S),
+            known_T=None if known_S.all() else self._tensor(known_S),
             balance=share_LE is not None,
             share_LE=None if share_LE is None else share_LE.to(self.device),
-            token_mask_T=self._tensor(part.real_S),
+            token_mask_T=None if part.real_S.all() else self._tensor(part.real_S),
             margins=margins,
             capture=capture,
         )
