@@ -1,10 +1,9 @@
 """What an RL step costs, against torchtitan's bare step of the same sizes in the same run.
 
-    python loadtests/trainer_throughput.py --shape qwen3-0.6b            # (a), 16k context
-    python loadtests/trainer_throughput.py --shape qwen3-30b-a3b-lora    # (b), LoRA of rank 16
-    python loadtests/trainer_throughput.py --shape moe-1b                # (c), and (e): replay on against off
-    python loadtests/trainer_throughput.py --shape moe-1b --fp8          # (d), beside (c)
-    python loadtests/trainer_throughput.py --shape qwen3-0.6b --longest  # (f)
+    python loadtests/trainer_throughput.py --shape qwen3-0.6b            # dense, 16k context
+    python loadtests/trainer_throughput.py --shape qwen3-30b-a3b-lora    # LoRA of rank 16
+    python loadtests/trainer_throughput.py --shape moe-1b                # 1B of 4.9B parameters active
+    python loadtests/trainer_throughput.py --shape qwen3-0.6b --longest  # and the longest context that fits
     python loadtests/trainer_throughput.py --all --out figures.jsonl     # all of them, one process each
     python loadtests/trainer_throughput.py --shape tiny --context 256    # on a CPU, in seconds
 
