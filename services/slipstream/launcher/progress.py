@@ -85,7 +85,7 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
     if run.phase == "training":
         shown.append(("step", f"{run.step}/{run.total_steps}"))
         if alike := alike_groups(run):
-            shown.append(("all alike", f"{alike} groups"))
+            shown.append(("all alike", "1 group" if alike == 1 else f"{alike} groups"))
     elif run.phase == "warm_up" and "sft_step" in metrics:  # when it ends, its accuracy decides
         shown.append(("step", f"{metrics['sft_step']:.0f}"))
         shown.append(("loss", f"{metrics['sft_loss']:.2f}"))
