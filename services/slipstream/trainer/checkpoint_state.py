@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,16 +28,34 @@ from slipstream.trainer.tensor_files import SafetensorsReader, SafetensorsWriter
 _MODEL, _OPTIMIZER, _OTHERS, _RANDOM = "model/", "optimizer/", "others/", "random/"
 
 
-def save_async(
-    model: Model, optimizer: ModelOptimizer, others: Mapping[str, Tensor], directory: Path, commit: Callable[[], None]
-) -> Future[Any]:
-    """Copy the state, and write the copy in a thread of its own. Collective where there are ranks.
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint is written."""
 
-    `directory` is there and empty; `commit` is called on rank 0 once all ranks have written.
-    """
-    writer = SafetensorsWriter(directory, commit)
-    state, alone = {**_state(model, optimizer), **_named(others)}, not dist.is_initialized()
-    return cast("Future[Any]", state_dict_saver.async_save(state, storage_writer=writer, no_dist=alone))
+    begin: Callable[[], Path]
+    """Makes the directory, at rank 0."""
+    directory: Path
+    commit: Callable[[], None]
+    """Called at rank 0 once all ranks have written."""
+
+
+def own_group() -> dist.ProcessGroup | None:
+    """A group for writing beside the training, whose collectives go on meanwhile. Collective."""
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if dist.is_initialized() else None
+
+
+def save_async(
+    model: Model,
+    optimizer: ModelOptimizer,
+    others: Mapping[str, Tensor],
+    target: Target,
+    group: dist.ProcessGroup | None,
+) -> Future[Any]:
+    """Copy the state, and write the copy in a thread of its own. Collective where there are ranks."""
+    writer = SafetensorsWriter(target.begin, target.directory, target.commit)
+    state = {**_state(model, optimizer), **_named(others)}
+    saving = state_dict_saver.async_save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    return cast("Future[Any]", saving)
 
 
 def wait(future: Future[Any]) -> None:

@@ -62,9 +62,13 @@ class CheckpointStore:
                 return saved
         return None
 
+    def scratch(self, version: PolicyVersion) -> Path:
+        """Where it is written."""
+        return self.root / f"{_SAVING_PREFIX}{version}"
+
     def begin(self, version: PolicyVersion) -> Path:
-        """An empty directory to write into."""
-        scratch = self.root / f"{_SAVING_PREFIX}{version}"
+        """Make an empty directory to write into."""
+        scratch = self.scratch(version)
         for left in self.root.glob(f"{_SAVING_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         make_directory(scratch)
@@ -72,7 +76,7 @@ class CheckpointStore:
 
     def commit(self, version: PolicyVersion, figures: dict[str, float]) -> None:
         """Make what was written, whose files are on disk, a checkpoint; then drop what need not be kept."""
-        scratch, target = self.root / f"{_SAVING_PREFIX}{version}", self.root / str(version)
+        scratch, target = self.scratch(version), self.root / str(version)
         state = {"version": str(version), "figures": figures}
         replace_file(scratch / STATE_FILE, json.dumps(state, indent=1).encode() + b"\n")
         shutil.rmtree(target, ignore_errors=True)  # a remnant without its marker

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from slipstream.common.errors import CheckpointFailed, SlipstreamError, Unsupported
+from slipstream.common.errors import CheckpointFailed, Unsupported
 from slipstream.common.version import PolicyVersion
 from slipstream.trainer import telemetry
 from slipstream.trainer.checkpoint_store import CheckpointStore, Saved
@@ -55,6 +55,10 @@ class Checkpointer:
         self._one = asyncio.Lock()
         self._made: _Made | None = None
         self._begun_step = 0
+        self._alone = config.group.rank_count == 1
+        self._rank = config.group.rank
+        self._group: Any = None
+        self._grouped = False
         self.durable: PolicyVersion | None = None
         """Of the newest checkpoint that would be resumed from."""
 
@@ -68,8 +72,11 @@ class Checkpointer:
         return self.durable.step if self.durable else None
 
     async def open_incarnation(self) -> int:
-        """The incarnation of this process: the configured one, or with checkpoints one that no other has had."""
-        if not self.enabled:
+        """The incarnation of this process: the configured one, or with checkpoints one that no other has had.
+
+        Rank 0 opens it, and tells the others once they have met.
+        """
+        if not self.enabled or self._rank:
             return self._first_incarnation
         opened: list[int] = []
 
@@ -99,8 +106,11 @@ class Checkpointer:
     def due(self, step: int, *, early: bool = False) -> bool:
         """Whether a checkpoint is to be written after `step`; while one is being written, the next step is asked again.
 
-        `early`: before its interval, as others wait for it.
+        Several ranks answer alike: they wait for the one that is being written. `early`: before its interval, as others
+        wait for it; only where there is one rank.
         """
+        if not self._alone:
+            return self.enabled and not early and step - self._begun_step >= self._interval_steps
         interval_steps = 1 if early else self._interval_steps
         return self.enabled and step - self._begun_step >= interval_steps and not self._one.locked()
 
@@ -113,6 +123,12 @@ class Checkpointer:
         """
         if not self.enabled:
             raise Unsupported("trainer.checkpoint.interval_steps is 0: no checkpoints are written", field="checkpoint")
+        if not self._alone:
+            raise Unsupported("several ranks write checkpoints at their interval alone", field="checkpoint")
+        return await self.first()
+
+    async def first(self) -> PolicyVersion:
+        """The same, by all ranks at once."""
         return await (await self.begin())()
 
     async def begin(self) -> Callable[[], Awaitable[PolicyVersion]]:
@@ -131,18 +147,16 @@ class Checkpointer:
         version, store = made.version, self._store
         future: Future[Any] | None = None
         if version != self.durable:
-            from slipstream.trainer.checkpoint_state import save_async
+            from slipstream.trainer.checkpoint_state import Target, own_group, save_async
 
+            if not self._grouped:
+                self._group, self._grouped = await self._torch.run(own_group), True
             self._begun_step = version.step
-            commit = partial(store.commit, version, made.figures)
-            try:
-                directory = await asyncio.to_thread(store.begin, version)
-                learner = made.learner
-                state = learner.model, learner.optimizer, learner.carried
-                future = await self._torch.run(save_async, *state, directory, commit)
-            except (OSError, SlipstreamError) as error:
-                future = Future()
-                future.set_exception(error)
+            begin, commit = partial(store.begin, version), partial(store.commit, version, made.figures)
+            target = Target(begin, store.scratch(version), commit)
+            learner = made.learner
+            state = learner.model, learner.optimizer, learner.carried
+            future = await self._torch.run(save_async, *state, target, self._group)
         copy_s = time.monotonic() - started_s
 
         async def finish() -> PolicyVersion:
@@ -156,7 +170,8 @@ class Checkpointer:
                     log.info("checkpoint_written", version=str(version), copy_s=round(copy_s, 3))
                 return version
             except CheckpointFailed as error:
-                self._begun_step = self.durable.step if self.durable else 0
+                if self._alone:  # ranks must not differ in when they try again
+                    self._begun_step = self.durable.step if self.durable else 0
                 telemetry.checkpoints_failed.inc()
                 log.error("checkpoint_failed", version=str(version), detail=error.message)
                 raise

@@ -132,8 +132,8 @@ class CheckpointConfig(BaseConfig):
     """Checkpoints that a trainer of the same run resumes from."""
 
     interval_steps: int = Field(default=0, ge=0)
-    """Steps between two; for a trainer of one rank. 0 writes none: a trainer that ends then ends the run. Rows are kept
-    until a checkpoint covers their step, so the runners' `spool_bytes` must hold so many steps and one more."""
+    """Steps between two. 0 writes none: a trainer that ends then ends the run. Rows are kept until a checkpoint covers
+    their step, so the runners' `spool_bytes` must hold so many steps and one more."""
 
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
@@ -214,8 +214,6 @@ class TrainerConfig(ServiceConfig):
             self.parallel.layout(self.group.rank_count)
             if self.lora is not None:
                 raise ValueError("lora: adapters are trained by one rank")
-            if self.checkpoint.interval_steps:
-                raise ValueError("checkpoint.interval_steps: checkpoints are written by a trainer of one rank")
             if self.parallel.timeout_s <= self.rows_timeout_s:
                 raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
         return self

@@ -24,6 +24,7 @@ from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
 from slipstream.common.disk import replace_file
 from slipstream.common.errors import (
     BroadcastStoreFull,
+    CheckpointFailed,
     DeadlineExceeded,
     DiskFull,
     Draining,
@@ -52,6 +53,7 @@ from slipstream.weights.manifest import Box, Probe
 from slipstream.weights.transport import WeightTransport
 
 if TYPE_CHECKING:  # torch is imported on its thread, after the server has started
+    from slipstream.trainer.checkpoint_store import Saved
     from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
 
@@ -159,7 +161,7 @@ class TrainingLoop:
             learner, first = await self._begin()
             self._join(learner.world)
         if self._checkpoints.enabled and self._checkpoints.durable is None:
-            await self._checkpoints.save()  # from now on there is always one
+            await self._checkpoints.first()  # from now on there is always one
         await self._publish(await self._snapshot(learner, first.version), first)
         last = await self._steps(learner, first.version.step)
         self._status.enter("saving")
@@ -193,6 +195,8 @@ class TrainingLoop:
         self._incarnation = await self._checkpoints.open_incarnation()
         saved = await self._checkpoints.newest()
         learner, figures = await self._torch.run(self._start, self._config, self._status, saved is not None)
+        if self._checkpoints.enabled and not learner.world.alone:
+            await self._torch.run(self._agree, learner.world, saved)
         if saved is not None:
             from slipstream.trainer.checkpoint_state import load
 
@@ -203,6 +207,18 @@ class TrainingLoop:
         step = _Step(PolicyVersion(self._incarnation, saved.version.step if saved else 0), figures, now_s, now_s)
         self._checkpoints.made(learner, step.version, figures)
         return learner, step
+
+    def _agree(self, world: World, saved: Saved | None) -> None:
+        """Take the incarnation that rank 0 has opened, and see that it resumes from the same. On the torch thread."""
+        found = str(saved.version) if saved else "nothing"
+        if world.rank == 0:
+            world.board.put("resumed", f"{self._incarnation}/{found}")
+            return
+        said = world.board.wait_for("resumed", self._status.stop.is_set)
+        incarnation, _, theirs = (said or f"{self._incarnation}/{found}").partition("/")
+        if theirs != found:
+            raise CheckpointFailed(f"rank {world.rank} finds {found} to resume from, rank 0 {theirs}")
+        self._incarnation = int(incarnation)
 
     async def _steps(self, learner: Learner, step: int) -> int:
         """All steps after `step`; returns the last one trained."""

@@ -41,9 +41,10 @@ _DTYPES = {
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes into a directory, and commits when all ranks have written."""
+    """Writes into a directory, which the first rank makes, and commits when all ranks have written."""
 
-    def __init__(self, directory: Path, commit: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[[], Path], directory: Path, commit: Callable[[], None]) -> None:
+        self._begin = begin
         self._directory = directory
         self._commit = commit
 
@@ -51,7 +52,8 @@ class SafetensorsWriter(StorageWriter):
         """Nothing is kept between two."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The directory is there."""
+        if is_coordinator:
+            self._begin()  # before the plan comes back to the others, who write after that
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         others = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]

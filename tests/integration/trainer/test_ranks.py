@@ -30,7 +30,14 @@ from slipstream.common.runtime import build_server
 from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.ports import PortLease, take_ports
-from slipstream.trainer.config import ModelConfig, ParallelConfig, RankConfig, SftConfig, TrainerConfig
+from slipstream.trainer.config import (
+    CheckpointConfig,
+    ModelConfig,
+    ParallelConfig,
+    RankConfig,
+    SftConfig,
+    TrainerConfig,
+)
 from slipstream.trainer.optim_config import OptimConfig
 
 STEPS, LAYERS, EXPERTS, TOP_K = 2, 2, 4, 2
@@ -84,7 +91,9 @@ class Orchestrator(batch_pb2_grpc.BatchServiceServicer):
         plan = self.plans.get((request.step, request.rank))
         if plan is None:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
-        return batch_pb2.GetPlanResponse(plan=plan)
+        answer = batch_pb2.GetPlanResponse(plan=plan)
+        answer.plan.version.incarnation = request.incarnation
+        return answer
 
     async def ReportStep(self, request: batch_pb2.ReportStepRequest, context: Any) -> batch_pb2.ReportStepResponse:
         self.reports.append(request)
@@ -104,6 +113,7 @@ class World:
         self.orchestrator, self.holder = Orchestrator(), Holder()
         self.store = VersionStore(directory / "versions", 100_000_000)
         self.addresses: dict[str, str] = {}
+        self.checkpoint_interval_steps = 0
 
     @asynccontextmanager
     async def serve(self, data_ranks: int) -> AsyncIterator[None]:
@@ -204,6 +214,7 @@ class World:
             optim=OptimConfig(lr=1e-3, warmup_steps=0, balance_coefficient=0.01),
             parallel=parallel,
             group=group,
+            checkpoint=CheckpointConfig(interval_steps=self.checkpoint_interval_steps),
             rows_timeout_s=3.0,
         )
         file = self.directory / f"{replica}.toml"
@@ -293,3 +304,43 @@ async def test_a_rank_that_stands_still_ends_the_others_in_time_and_by_name(tmp_
         finally:
             await end(processes, signal.SIGKILL)
     assert world.said(0).strip().endswith("rank 1 of the trainer does not answer")
+
+
+@pytest.mark.parametrize("after", [2, 1], ids=["by two", "by one"])
+async def test_two_ranks_that_were_killed_are_gone_on_from(after, alone, tmp_path):
+    expected, weights = alone
+    first = World(tmp_path)
+    first.checkpoint_interval_steps = 1
+    first.orchestrator.held_back = 2
+    saved = tmp_path / "checkpoints" / "1.1" / "COMPLETE"
+    async with first.serve(2):
+        processes = first.start(2, ParallelConfig(data=2))
+        try:
+            await until(processes[0], saved.exists, 60.0)
+        except (AssertionError, TimeoutError):
+            raise AssertionError("\n".join(map(first.said, range(2)))) from None
+        finally:
+            await end(processes, signal.SIGKILL)
+    assert len(list(saved.parent.glob("rank-*.safetensors"))) == 2
+
+    second = World(tmp_path)
+    second.checkpoint_interval_steps = 1
+    final = tmp_path / "checkpoints" / "final" / "config.json"
+    async with second.serve(after):
+        processes = second.start(after, ParallelConfig(data=after))
+        try:
+            await until(processes[0], lambda: final.exists() and len(second.orchestrator.reports) > 1, 60.0)
+        except (AssertionError, TimeoutError):
+            raise AssertionError("\n".join(map(second.said, range(after)))) from None
+        finally:
+            await end(processes)
+    assert [PolicyVersion.from_proto(r.version) for r in second.orchestrator.reports] == [
+        PolicyVersion(2, 1),
+        PolicyVersion(2, 2),
+    ]
+    for mine, theirs in zip(second.orchestrator.reports, expected.orchestrator.reports[1:], strict=True):
+        for name in ("loss", "grad_norm", "loss_tokens"):
+            assert mine.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4, abs=1e-6), name
+    found = load_file(final.with_name("model.safetensors"))
+    for name, values in weights.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-5, err_msg=name)
