@@ -18,7 +18,9 @@ from tests.engine.oracle import tensors
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "temperature": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 1, "temperature": 0.6}], ids=str
+)
 async def test_a_training_rollout_refuses_truncation_and_says_why(bench: Bench, cut):
     (name, *_) = cut
     request = replace(bench.request(prompt_of(9), **cut), for_training=True)
@@ -35,7 +37,7 @@ async def test_a_training_rollout_refuses_truncation_and_says_why(bench: Bench, 
         )
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
 async def test_truncation_cuts_what_can_be_drawn_but_not_the_logprobs(bench: Bench, cut):
     prompt = prompt_of(9)
     if not bench.engine.capabilities.truncates_sampling:
@@ -47,6 +49,28 @@ async def test_truncation_cuts_what_can_be_drawn_but_not_the_logprobs(bench: Ben
     tokens = [*prompt, *sample.token_ids]
     expected = bench.oracle.forward(tokens).logprobs(tokens, len(prompt))
     assert torch.tensor(sample.logprobs) == pytest.approx(expected, abs=bench.kind.tolerance)
+
+
+async def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(bench: Bench):
+    prompt, temperature, least = prompt_of(9), 1.5, 0.8
+    if not bench.engine.capabilities.truncates_sampling:
+        return  # refused: above
+    samples = await bench.ask(prompt, 8, min_p=least, temperature=temperature, max_new_tokens=24)
+    beside = 0
+    for sample in samples:
+        logits = bench.oracle.forward([*prompt, *sample.token_ids]).logits_TV[len(prompt) - 1 : -1] / temperature
+        chosen = logits.gather(1, torch.tensor(sample.token_ids)[:, None]).squeeze(1)
+        likelihood = torch.exp(chosen - logits.amax(-1))
+        assert likelihood.min() > least - 1e-4
+        beside += int((likelihood < 1).sum())
+    assert beside > 10  # it is not greedy
+
+
+async def test_a_temperature_near_0_is_greedy_and_its_logprobs_are_its_own(bench: Bench):
+    prompt = prompt_of(20)
+    (sample,) = await bench.ask(prompt, temperature=1e-6, max_new_tokens=16)
+    bench.oracle.assert_greedy(prompt, sample.token_ids, bench.kind.tolerance)
+    assert sample.logprobs == pytest.approx([0.0] * 16, abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])

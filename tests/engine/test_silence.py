@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from slipstream.common.errors import RequestAborted
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.pulse import ASK_INTERVAL_S
-from tests.engine.bench import Bench, prompt_of, until
-from tests.engine.engines import SILENCE_S, sharp
+from tests.engine.bench import Bench, Factory, prompt_of, until
+from tests.engine.engines import SILENCE_S, Vllm, sharp
 from tests.engine.oracle import tensors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -63,3 +67,17 @@ async def test_an_engine_held_in_an_update_is_not_taken_for_one_that_stands_stil
     assert len(sample.token_ids) == 150
     assert silences
     assert not any(silences)
+
+
+async def test_the_end_of_an_engines_process_is_told_with_its_cause_and_leaves_nothing_behind(build: Factory):
+    if not isinstance(build.kind, Vllm):
+        return  # it has none
+    files = Path(tempfile.gettempdir())
+    before = set(files.glob("vllm_dist_*"))
+    async with build() as bench:
+        (core,) = bench.engine._llm.engine_core.resources.engine_manager.processes  # type: ignore[attr-defined]
+        os.kill(core.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="was killed by SIGKILL; the kernel does that where memory runs out"):
+            async with asyncio.timeout(10):
+                await bench.engine.wait()  # type: ignore[attr-defined]
+    assert set(files.glob("vllm_dist_*")) == before

@@ -53,6 +53,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Empty: the model's end token."""
     seed: int = 0
+    min_p: float = 0.0
+    """Keeps tokens at least this many times as likely as the likeliest; 0 keeps all."""
 
     def to_proto(self) -> types_pb2.Sampling:
         return types_pb2.Sampling(
@@ -62,6 +64,7 @@ class Sampling:
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
             seed=self.seed,
+            min_p=self.min_p,
         )
 
 

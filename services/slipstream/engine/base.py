@@ -2,7 +2,8 @@
 
 Plain data and a `Protocol`; imports no torch. All methods are called from one event loop. Terms: a *request* is one
 prompt; a *sample* is one continuation of it; `token_ids` of a request are its whole prompt. Log-probabilities are the
-natural logarithm of softmax(logits / temperature), before top-k and top-p; greedy tokens have those of temperature 1.
+natural logarithm of softmax(logits / temperature), before top-k, top-p and min-p; greedy tokens have those of
+temperature 1.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Sampling:
 
     top_k: int = 0
     """0 keeps all."""
+
+    min_p: float = 0.0
+    """Keeps tokens at least this many times as likely as the likeliest; 0 keeps all."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the sample; the token belongs to it."""
@@ -252,7 +256,7 @@ class EngineCapabilities:
     """In-flight requests go on after `update` with the KV they have, and their prefixes stay in the cache."""
 
     truncates_sampling: bool = True
-    """`top_k` and `top_p`."""
+    """`top_k`, `top_p` and `min_p`."""
 
     chunked_prefill: bool = False
     """A prompt may be computed over several steps, so that running samples go on between."""

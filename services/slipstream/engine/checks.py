@@ -71,7 +71,7 @@ def check_decode(
         raise _over("stop_token_ids", "vocab_size", limits.vocab_size)
     if request.for_training:
         check_unbiased(sampling)
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
         require(capabilities, "truncates_sampling")
     if request.capture_routes:
         require(capabilities, "captures_routes")
@@ -95,7 +95,11 @@ def check_unbiased(sampling: Sampling) -> None:
     """Refuse to cut tokens off where the loss divides by the probabilities of the whole vocabulary."""
     if sampling.temperature == 0:
         return  # greedy: nothing is drawn
-    for name, truncates in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k > 0)):
+    for name, truncates in (
+        ("top_p", sampling.top_p < 1),
+        ("top_k", sampling.top_k > 0),
+        ("min_p", sampling.min_p > 0),
+    ):
         if truncates:
             raise SamplingBiased(
                 f"{name} cuts tokens off, and the training ratio of what is left would be biased", field=name

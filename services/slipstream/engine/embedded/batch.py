@@ -71,6 +71,7 @@ class RunningBatch:
         self.temperature = np.ones(capacity, np.float32)
         self.top_p = np.ones(capacity, np.float32)
         self.top_k = np.zeros(capacity, np.int64)
+        self.min_p = np.zeros(capacity, np.float32)
         self.stop = np.full((capacity, MAX_STOP_TOKENS), -1, np.int64)
         self.out_token = np.zeros((capacity, max_context), np.int32)
         self.out_logprob = np.zeros((capacity, max_context), np.float32)
@@ -99,6 +100,7 @@ class RunningBatch:
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
         self.stop[row] = -1
         self.stop[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
@@ -116,6 +118,7 @@ class RunningBatch:
                 self.temperature,
                 self.top_p,
                 self.top_k,
+                self.min_p,
                 self.stop,
                 self.out_token,
                 self.out_logprob,

@@ -347,13 +347,16 @@ class EngineCore:
 
     def _sample(self, logits_RV: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         batch, n = self.batch, self.batch.count
-        temperature, top_p, top_k = batch.temperature[:n], batch.top_p[:n], batch.top_k[:n]
+        temperature, top_p, top_k, min_p = (
+            each[:n] for each in (batch.temperature, batch.top_p, batch.top_k, batch.min_p)
+        )
         tokens, logprobs = sampler.sample(
             logits_RV,
             sampler.uniforms(batch.key[:n], batch.position[:n]),
             None if (temperature == 1).all() else torch.from_numpy(temperature),
             None if (top_p == 1).all() else torch.from_numpy(top_p),
             None if (top_k == 0).all() else torch.from_numpy(top_k),
+            None if (min_p == 0).all() else torch.from_numpy(min_p),
         )
         return tokens.numpy(), logprobs.numpy()
 

@@ -37,10 +37,11 @@ def sample(
     temperature_B: Tensor | None = None,
     top_p_B: Tensor | None = None,
     top_k_B: Tensor | None = None,
+    min_p_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token ids and their log-probabilities under softmax(logits / temperature), nothing cut off.
 
-    Arguments left out mean 1, 1 and all; a row with temperature 0 is greedy, its log-probability that of temperature 1.
+    Arguments left out mean 1, or all; a row with temperature 0 is greedy, its log-probability that of temperature 1.
     """
     if temperature_B is not None:
         # From the largest down: near a temperature of 0 all others become minus infinity, and it stays 0.
@@ -48,6 +49,9 @@ def sample(
         logits_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     weights_BV = logprobs_BV.exp()
+    if min_p_B is not None:  # first: of the likelihoods at this temperature, whatever else is cut off
+        least_B1 = min_p_B.unsqueeze(1) * weights_BV.amax(-1, keepdim=True)
+        weights_BV = torch.where(weights_BV < least_B1, 0.0, weights_BV)
     if top_p_B is not None or top_k_B is not None:
         weights_BV = _truncated(weights_BV, top_p_B, top_k_B)
     cumulative_BV = weights_BV.cumsum(-1, dtype=torch.float64)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -189,7 +190,18 @@ class VllmEngine:
     async def _watch(self) -> None:
         while not self._llm.errored:  # noqa: ASYNC110 vLLM tells by no event
             await asyncio.sleep(WATCH_INTERVAL_S)
-        self._end(RuntimeError("vLLM's process has ended"))
+        self._end(RuntimeError(self._death()))
+
+    def _death(self) -> str:
+        """What is known of the end of vLLM's process; its own words are in the worker's output."""
+        manager = self._llm.engine_core.resources.engine_manager
+        codes = [process.exitcode for process in manager.processes] if manager is not None else []
+        code = next((each for each in codes if each), None)
+        if code is None:
+            return "vLLM's process has ended, or one of its workers has; its last words are in the worker's output"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+        hint = "; the kernel does that where memory runs out" if code == -signal.SIGKILL else ""
+        return f"vLLM's process {how}{hint}; its last words, if any, are in the worker's output"
 
     @property
     def silent_s(self) -> float:
@@ -323,7 +335,8 @@ class VllmEngine:
             sample.kv_oldest = min(first, self._oldest(open_request.request.salt)) if cached else first
         sample.token_ids += news.token_ids
         if news.token_ids:
-            sample.logprobs += news.logprobs.logprobs  # flat: one for each token, as none but the sampled is asked for
+            # Flat: one for each token, as none but the sampled is asked for.
+            sample.logprobs += _at_temperature(news.logprobs.logprobs, open_request.request.sampling.temperature)
         if output.finished:
             if news.routed_experts is not None and open_request.request.capture_routes:
                 self._keep_routes(open_request.request, sample, news.routed_experts, recomputed_from(output))
@@ -589,3 +602,8 @@ class VllmEngine:
 
     def drain_kv_events(self) -> list[KvEvent]:
         return self._counters.cache.drain_events()
+
+
+def _at_temperature(logprobs: Sequence[float], temperature: float) -> Sequence[float]:
+    """Of tokens drawn at a temperature that vLLM takes for 0, and tells those of 1 of: all lies on the likeliest."""
+    return [0.0] * len(logprobs) if 0 < temperature < GREEDY_BELOW else logprobs

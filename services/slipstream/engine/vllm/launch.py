@@ -16,7 +16,7 @@ from slipstream.engine.vllm.families import check_family
 from slipstream.engine.vllm.installed import check_connector, find_vllm
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
-from slipstream.engine.vllm.process import dying_with_us
+from slipstream.engine.vllm.process import dying_with_us, keep_stores_in
 from slipstream.models.base import Sizes
 
 _ENVIRONMENT = {
@@ -104,6 +104,7 @@ def launch(
     ).create_engine_config()
     # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    keep_stores_in(sockets)
     with dying_with_us():
         return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from slipstream.common.runtime import die_with_parent
 
 PREFIX = "slipstream-vllm-"
 """Of directories; then comes the process that owns one."""
+
+_STORE = "get_file_store_init_method"
 
 _parent: int | None = None
 """Of processes that are forked now; 0 of none."""
@@ -37,6 +41,14 @@ def dying_with_us() -> Iterator[None]:
 def _forked() -> None:
     if _parent:
         die_with_parent(_parent)
+
+
+def keep_stores_in(directory: Path) -> None:
+    """Have vLLM's processes, which are forked from now on, meet in this directory. It would leave files in TMPDIR."""
+    for name in ("uniproc_executor", "multiproc_executor"):
+        executor = importlib.import_module(f"vllm.v1.executor.{name}")
+        if hasattr(executor, _STORE):  # by name, as they imported it
+            setattr(executor, _STORE, lambda: f"file://{directory}/store_{uuid4().hex}")
 
 
 class SocketDirectory:

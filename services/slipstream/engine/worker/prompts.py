@@ -33,6 +33,7 @@ def sampling_from_proto(message: types_pb2.Sampling) -> Sampling:
         temperature=message.temperature,
         top_p=message.top_p or 1.0,
         top_k=message.top_k,
+        min_p=message.min_p,
         stop_token_ids=tuple(message.stop_token_ids),
     )
 
