@@ -363,6 +363,13 @@ class PausedEngine(Protocol):
         """
         ...
 
+    def unchanged(self, names: Collection[str]) -> Collection[str]:
+        """Those of the parameters that are in use just as they were given to `update`, as far as this is known.
+
+        What was checked of them before the pause holds for them.
+        """
+        ...
+
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of `token_ids[1:]` under the new weights, on KV of their own."""
         ...
@@ -375,7 +382,10 @@ class JointVerify(Protocol):
     def __call__(self, engine: PausedEngine) -> None: ...
 
     def prepared(self) -> None:
-        """Called when nothing stands in the way of a pause; waits for the other ranks, raises if one is not ready."""
+        """Called when nothing stands in the way of a pause: for what can be done before it.
+
+        Waits for the other ranks, raises if one is not ready.
+        """
         ...
 
     def failed(self, error: Exception) -> None:

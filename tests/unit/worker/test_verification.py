@@ -33,6 +33,9 @@ class Reading(PausedEngine):
     def parameters(self, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         return self._live
 
+    def unchanged(self, names: Collection[str]) -> Collection[str]:
+        return [name for name in names if np.array_equal(dict.__getitem__(self._live, name), TENSORS[name])]
+
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         raise AssertionError("there is no probe")
 
@@ -61,3 +64,22 @@ def test_of_a_large_model_each_version_compares_other_slices_until_all_were(monk
     Verification(manifest(0))(Reading(broken))
     with pytest.raises(WeightsCorrupt, match="checksum"):
         Verification(manifest(1))(Reading(broken))
+
+
+def test_what_was_compared_before_the_pause_is_not_read_in_it_unless_it_is_not_what_was_given():
+    engine, check = Reading(TENSORS), Verification(manifest(0), given=TENSORS)
+    check.prepared()
+    check(engine)
+    assert (check.slice_count, engine.read) == (10, set())
+    name = "layer.7.weight"
+    engine, check = Reading({**TENSORS, name: TENSORS[name] + 1}), Verification(manifest(0), given=TENSORS)
+    check.prepared()
+    with pytest.raises(WeightsCorrupt, match=f"checksum of {name}"):
+        check(engine)
+    assert engine.read == {name}
+
+
+def test_weights_that_are_not_the_manifest_s_are_found_before_the_pause():
+    name = "layer.7.weight"
+    with pytest.raises(WeightsCorrupt, match=f"checksum of {name}"):
+        Verification(manifest(0), given={**TENSORS, name: TENSORS[name] + 1}).prepared()

@@ -437,6 +437,9 @@ class EngineCore:
             sample.spans.append((self.batch.sampled_count(row), version))
         return UpdateReport(version, previous, time.monotonic() - paused_at, apply_s, self.batch.count)
 
+    def unchanged(self, names: Collection[str]) -> Collection[str]:
+        return ()  # they are compared where they lie, which takes no time
+
     def parameters(self, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """The live parameters by Hugging Face name."""
         return self.weights.arrays()

@@ -457,7 +457,11 @@ class VllmEngine:
             arena = await self._swapper.prepare(tensors)
             joint = verify if isinstance(verify, JointVerify) else None
             if joint is not None:
-                await asyncio.to_thread(joint.prepared)
+                try:
+                    await asyncio.to_thread(joint.prepared)
+                except BaseException:
+                    self._swapper.give_back(arena)
+                    raise
             previous, started_s = self._version, time.monotonic()
             async with self._paused():
                 try:
@@ -499,7 +503,8 @@ class VllmEngine:
     async def _paused(self) -> AsyncIterator[None]:
         """No step runs within; requests stay where they are, with their KV."""
         async with asyncio.timeout(self._config.update_timeout_s):
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            # As `pause_generation` does it, which then sleeps for 20 ms: tokens on their way may come in the pause.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         try:
             yield
         finally:

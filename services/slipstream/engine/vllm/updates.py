@@ -99,17 +99,22 @@ class Paused(PausedEngine):
     def __init__(
         self,
         live: Callable[[Callable[[Awaitable[Any]], Any], Collection[str]], LiveParameters],
+        unchanged: Callable[[Collection[str]], Awaitable[Collection[str]]],
         probe: Probe,
         loop: asyncio.AbstractEventLoop,
         timeout_s: float,
     ) -> None:
         self._live = live
+        self._unchanged = unchanged
         self._probe = probe
         self._loop = loop
         self._timeout_s = timeout_s
 
     def parameters(self, wanted: Collection[str] = ()) -> LiveParameters:
         return self._live(self._call, wanted)
+
+    def unchanged(self, names: Collection[str]) -> Collection[str]:
+        return self._call(self._unchanged(names))
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         return self._call(self._probe(token_ids))
@@ -154,6 +159,10 @@ class Swapper:
                 await asyncio.sleep(ATTACH_POLL_S)
         return arena
 
+    def give_back(self, arena: Arena) -> None:
+        """What was prepared is not put in."""
+        self._arenas.drop(arena)
+
     async def swap(
         self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
     ) -> tuple[dict[str, int], float]:
@@ -179,7 +188,7 @@ class Swapper:
         return counts, apply_s
 
     async def _verify(self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]) -> None:
-        held = tensors.keys() if not self._spread else await self._call("slipstream_own_names", arena.path)
+        held = tensors.keys() if not self._spread else set(await self._call("slipstream_own_names", arena.path))
 
         def live(call: Callable[[Awaitable[Any]], Any], wanted: Collection[str]) -> LiveParameters:
             def read(names: list[str]) -> dict[str, np.ndarray]:
@@ -187,7 +196,10 @@ class Swapper:
 
             return LiveParameters(held, wanted, read)
 
-        paused = Paused(live, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
+        async def unchanged(names: Collection[str]) -> Collection[str]:
+            return await self._equal(arena, [name for name in names if name in held])
+
+        paused = Paused(live, unchanged, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
         await asyncio.to_thread(verify, paused)
 
     async def _replace(self, arena: Arena, previous: Arena | None) -> dict[str, int]:
@@ -211,6 +223,12 @@ class Swapper:
         with _scratch(current.layout, list(current.layout.places)) as target:
             _, errors = await self._call("slipstream_read_back", current.path, list(current.layout.places), target.path)
         return await self._call("slipstream_quantised", current.path), errors
+
+    async def _equal(self, arena: Arena, names: list[str]) -> list[str]:
+        """Those in use that are equal to what was applied."""
+        with _scratch(arena.layout, names) as target:
+            equal, _ = await self._call("slipstream_read_back", arena.path, names, target.path)
+            return equal
 
     async def _read(self, arena: Arena, names: list[str], given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Parameters in use. What is equal to what was applied comes as it was given, of whatever dtype."""

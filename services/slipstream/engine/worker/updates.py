@@ -276,7 +276,7 @@ class WorkerUpdates:
         self._base = Weights(base_part(manifest), weights, 0)
 
     async def _swap(self, update: OpenUpdate, weights: Weights, voice: Voice | None) -> Applied:
-        verification = Verification(weights.manifest, voice)
+        verification = Verification(weights.manifest, voice, weights.tensors)
         try:
             report = await self._engine.update(update.version, weights.tensors, verification)
         except Exception as error:  # whatever it was: the engine rolled back, and these weights are not to be trusted
