@@ -19,6 +19,7 @@ MODULES = (
     "slipstream.broadcaster.telemetry",
     "slipstream.engine.worker.telemetry",
     "slipstream.orchestrator.telemetry",
+    "slipstream.orchestrator.tracking.feed",
     "slipstream.router.telemetry",
     "slipstream.runner.telemetry",
     "slipstream.sandbox.execution",
