@@ -214,6 +214,8 @@ class TrainerConfig(ServiceConfig):
             self.parallel.layout(self.group.rank_count)
             if self.lora is not None:
                 raise ValueError("lora: adapters are trained by one rank")
+            if self.compute.device == "cuda":
+                raise ValueError("compute.device: several ranks compute on CPUs; on cards they have not been tried")
             if self.parallel.timeout_s <= self.rows_timeout_s:
                 raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
         return self
