@@ -25,13 +25,15 @@ if TYPE_CHECKING:  # imports torch
 log = structlog.get_logger()
 
 PAUSE_S = 0.1
+REFUSED = " is not open"
+"""Said in place of an attempt of which the broadcaster knows nothing any more."""
 
 
 class RankedPublisher:
     """One rank's side of every version."""
 
     def __init__(self, transport: WeightTransport, world: World) -> None:
-        self._transport = transport
+        self.transport = transport
         self._world = world
         self._opened = 0
         """How often a version was opened, over all of them: names an attempt."""
@@ -41,7 +43,7 @@ class RankedPublisher:
         slices, buffers = await asyncio.to_thread(describe_boxes, boxes)
 
         async def send() -> None:
-            await self._transport.publish_shard(version, slices, buffers, self._world.rank)
+            await self.transport.publish_shard(version, slices, buffers, self._world.rank)
 
         if self._world.rank == 0:
             await self._lead(version, probe, send)
@@ -53,18 +55,25 @@ class RankedPublisher:
         while True:
             self._opened += 1
             try:
-                await self._transport.open_version(version, ranks)
+                await self.transport.open_version(version, ranks)
                 await asyncio.to_thread(board.put, "open", f"{version}/{self._opened}")
                 await send()
                 for rank in range(1, ranks):
-                    await self._until(lambda rank=rank: board.read(f"shard/{rank}") == f"{version}/{self._opened}")
-                await self._transport.seal_version(version, probe)
+                    await self._await_shard(rank, version)
+                await self.transport.seal_version(version, probe)
                 break
             except VersionSealed:  # before this process was started
                 break
             except (VersionNotOpen, ShardsMissing) as error:
                 log.info("version_opened_again", version=str(version), reason=error.reason)
         await asyncio.to_thread(board.put, "sealed", str(version))
+
+    async def _await_shard(self, rank: int, version: PolicyVersion) -> None:
+        """Return once a rank has published. Raises `VersionNotOpen` where it could not."""
+        board, name, attempt = self._world.board, f"shard/{rank}", f"{version}/{self._opened}"
+        await self._until(lambda: board.read(name) in (attempt, attempt + REFUSED))
+        if await asyncio.to_thread(board.read, name) != attempt:
+            raise VersionNotOpen(f"rank {rank} found {version} not open", version=version)
 
     async def _follow(self, version: PolicyVersion, send: Callable[[], Awaitable[None]]) -> None:
         board, sent = self._world.board, ""
@@ -77,13 +86,12 @@ class RankedPublisher:
             attempt = await asyncio.to_thread(self._asked, version)
             if await asyncio.to_thread(board.read, "sealed") == str(version):
                 return
+            answer = sent = attempt
             try:
                 await send()
-            except VersionNotOpen:  # it will be, under another name
-                await asyncio.sleep(PAUSE_S)
-                continue
-            sent = attempt
-            await asyncio.to_thread(board.put, f"shard/{self._world.rank}", attempt)
+            except VersionNotOpen:
+                answer += REFUSED
+            await asyncio.to_thread(board.put, f"shard/{self._world.rank}", answer)
 
     def _asked(self, version: PolicyVersion) -> str:
         """The attempt at this version that is open, or nothing."""

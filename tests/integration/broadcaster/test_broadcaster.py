@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.broadcaster.config import BroadcasterConfig
@@ -20,8 +23,12 @@ from slipstream.common.channel import open_channel
 from slipstream.common.runtime import build_server
 from slipstream.common.state import PUBLISHED, SERVING, State
 from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.trainer.parallel.board import Board
+from slipstream.trainer.parallel.layout import Layout
+from slipstream.trainer.parallel.roll import Roll
+from slipstream.trainer.publish import RankedPublisher
 from slipstream.weights.adapter import Adapter, adapter_name
-from slipstream.weights.manifest import Probe, describe_tensors
+from slipstream.weights.manifest import Box, Probe, describe_tensors
 from slipstream.weights.transport import GrpcWeightTransport
 
 SERVICE = "slipstream.api.broadcast.v1.BroadcastService"
@@ -345,3 +352,53 @@ async def test_a_version_that_finds_no_room_on_the_disk_is_refused_and_taken_whe
         np.testing.assert_array_equal(fetched["layer.0.weight"], weights(1)["layer.0.weight"])
     finally:
         await running.stop()
+
+
+@dataclass
+class Rank:
+    """What a publisher asks of the world of ranks, for several in one process."""
+
+    rank: int
+    board: Board
+    layout: Layout
+
+    def check(self) -> None:
+        self.board.read("anything")
+
+
+def ranks(directory: Path, count: int) -> Iterator[Rank]:
+    store = FileStore(str(directory / "store"), count)
+    for rank in range(count):
+        roll = Roll(PrefixStore("roll", store), rank, count)
+        yield Rank(rank, Board(PrefixStore("board", store), roll), Layout(data=count))
+        roll.close()
+
+
+def halves(tensors: dict[str, np.ndarray], rank: int) -> list[Box]:
+    cut = {0: slice(0, 150), 1: slice(150, 400)}[rank]
+    return [Box(name, values.shape, (cut.start, 0), values[cut]) for name, values in tensors.items()]
+
+
+async def test_ranks_publish_a_version_together_also_where_the_broadcaster_starts_again(broadcaster, tmp_path):
+    first, second = (RankedPublisher(broadcaster.transport, rank) for rank in ranks(tmp_path, 2))
+    tensors = weights(0)
+
+    async def publish(publisher: RankedPublisher, rank: int) -> None:
+        while True:
+            try:
+                return await publisher.publish(V[1], halves(tensors, rank), PROBE)
+            except errors.Unreachable:  # as the trainer does
+                publisher.transport = broadcaster.transport
+                await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(publish(first, 0))
+        await asyncio.sleep(0.5)  # rank 0 has published its part, and waits
+        await broadcaster.restart()
+        first.transport = second.transport = broadcaster.transport
+        group.create_task(publish(second, 1))
+    manifest = await broadcaster.transport.manifest(V[1])
+    fetched = await broadcaster.transport.fetch(manifest)
+    assert all(np.array_equal(fetched[name], values) for name, values in tensors.items())
+    assert len(manifest.slices) == 4
+    await asyncio.gather(publish(first, 0), publish(second, 1))  # a repeat finds it sealed
