@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from slipstream.common.errors import ShardsMissing, VersionNotOpen, VersionSealed
 from slipstream.common.version import PolicyVersion
+from slipstream.trainer.parallel.layout import Layout
 from slipstream.weights.manifest import Box, Probe, describe_boxes
 from slipstream.weights.transport import WeightTransport
 
 if TYPE_CHECKING:  # imports torch
-    from slipstream.trainer.parallel.world import World
+    from slipstream.trainer.parallel.board import Board
 
 log = structlog.get_logger()
 
@@ -29,10 +30,27 @@ REFUSED = " is not open"
 """Said in place of an attempt of which the broadcaster knows nothing any more."""
 
 
+class Ranks(Protocol):
+    """What a publisher asks of `parallel/world.py`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def board(self) -> Board: ...
+
+    def check(self) -> None:
+        """Raise `RankLost` for a rank that gives no sign any more."""
+        ...
+
+
 class RankedPublisher:
     """One rank's side of every version."""
 
-    def __init__(self, transport: WeightTransport, world: World) -> None:
+    def __init__(self, transport: WeightTransport, world: Ranks) -> None:
         self.transport = transport
         self._world = world
         self._opened = 0

@@ -354,7 +354,7 @@ async def test_a_version_that_finds_no_room_on_the_disk_is_refused_and_taken_whe
         await running.stop()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rank:
     """What a publisher asks of the world of ranks, for several in one process."""
 
