@@ -114,7 +114,7 @@ def totals_of(plan: Any) -> dict[str, int]:
 def reference(kind: str, plan: Any, path: str, loss: str = "tokens") -> float:
     """One process, no groups: all micro-batches of all ranks, written out."""
     model = make(kind)
-    if kind == "moe":
+    if kind != "dense":
         watch_scores(model)
     batches = [batch for rank in batches_of(plan) for batch in rank if batch]
     totals = StepTotals(*map(float, totals_of(plan).values()))
@@ -123,12 +123,12 @@ def reference(kind: str, plan: Any, path: str, loss: str = "tokens") -> float:
         packed = Packed.of(
             [s.token_ids for s in batch],
             [s.target_positions for s in batch],
-            [s.routes for s in batch] if kind == "moe" else None,
+            [s.routes for s in batch] if kind != "dense" else None,
         )
         part = loss_of(packed.logits_RV(model), batch, packed.targets_R, totals, loss)
         total += float(part.detach())
-        (part + balance_of(model, batches) if kind == "moe" else part).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+        (part + balance_of(model, batches) if kind != "dense" else part).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
     save_file({**{name: g.contiguous() for name, g in grads.items()}, "norm": norm.reshape(1)}, path)
     return total
@@ -136,7 +136,7 @@ def reference(kind: str, plan: Any, path: str, loss: str = "tokens") -> float:
 
 def learner(kind: str, layout: dict[str, Any], loss: str = "tokens", **parallel: Any) -> Learner:
     """This rank's, of a model that all start from."""
-    optim = OptimConfig(lr=1e-3, balance_coefficient=BALANCE if kind == "moe" else 0.0, warmup_steps=0)
+    optim = OptimConfig(lr=1e-3, balance_coefficient=BALANCE if kind != "dense" else 0.0, warmup_steps=0)
     return Learner(make(kind), optim, LOSSES[loss], None, World(Layout(**layout)), ParallelConfig(**parallel))
 
 
@@ -148,12 +148,12 @@ def gradients(kind: str, layout: dict[str, Any], plan: Any, path: str, **how: An
     """All ranks of a layout together; rank 0 writes the whole gradients. Returns the loss, the same on all."""
     agent = learner(kind, layout, **how)
     mine = batches_of(plan)[agent.world.data_rank]
-    if kind == "moe":
+    if kind != "dense":
         agent.expert_share_LE = shares([batch for rank in batches_of(plan) for batch in rank])
     agent.begin(**totals_of(plan), input_token_count=inputs_of(mine), trained=0)
     agent.add(mine)
     norm = gradient_norm(agent.ranked)
-    grads = {plain_name(name): whole(parameter.grad) for name, parameter in agent.model.named_parameters()}
+    grads = {plain_name(name): whole(p.grad) for name, p in agent.model.named_parameters() if p.grad is not None}
     if dist.get_rank() == 0:
         save_file({**grads, "norm": norm.reshape(1)}, path)
     total = agent.world.sum(torch.tensor(agent.figures.sums["loss"]))

@@ -1,10 +1,14 @@
-"""Small models of both kinds, whole and the same in every process."""
+"""Small models, whole and the same in every process."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from slipstream.models import qwen3, qwen3_moe
+from slipstream.models.lora.adapters import attach
+from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3.config import Qwen3Config
 from slipstream.models.qwen3_moe.config import MoeConfig
 
@@ -37,8 +41,14 @@ DENSE_SIZES = Qwen3Config(
 
 
 def make(kind: str, seed: int = 0) -> Any:
-    """`moe`, or `dense` with the embedding as its head."""
-    family, sizes = (qwen3_moe, SIZES) if kind == "moe" else (qwen3, DENSE_SIZES)
+    """`moe`; `lora`, the same with adapters as after some steps; or `dense` with the embedding as its head."""
+    family, sizes = (qwen3, DENSE_SIZES) if kind == "dense" else (qwen3_moe, SIZES)
     model = family.build_model(sizes)
     family.init_weights(model, seed)
+    if kind == "lora":
+        attach(model, LoraConfig(rank=4), seed)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.data.normal_(0.0, 0.2, generator=generator)
     return model

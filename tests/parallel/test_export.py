@@ -9,10 +9,10 @@ from safetensors.numpy import load_file
 LAYOUTS = [(2, 1, 2), (4, 1, 2), (2, 2, 4), (4, 2, 2)]
 
 
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("kind", ["moe", "dense", "lora"])
 @pytest.mark.parametrize(("data", "context", "expert"), LAYOUTS)
 def test_boxes_of_all_ranks_tile_every_tensor(pool, kind, data, context, expert, tmp_path):
-    layout = {"data": data, "context": context, "expert": expert if kind == "moe" else 1}
+    layout = {"data": data, "context": context, "expert": 1 if kind == "dense" else expert}
     path = tmp_path / "box"
     held = pool.run("exported", data * context, kind=kind, layout=layout, path=str(path))
     whole = load_file(f"{path}-whole")
@@ -28,4 +28,7 @@ def test_boxes_of_all_ranks_tile_every_tensor(pool, kind, data, context, expert,
             count += values.size
     assert count == sum(value.size for value in whole.values())
     for name, value in whole.items():
-        assert np.array_equal(rebuilt[name], value), name
+        if kind == "lora":  # merged: sums come in another order
+            np.testing.assert_allclose(rebuilt[name], value, atol=1e-6, err_msg=name)
+        else:
+            assert np.array_equal(rebuilt[name], value), name

@@ -86,6 +86,11 @@ def test_a_dense_model_learns_the_same_under_every_layout(pool, references, layo
     check(pool, references("dense"), "dense", layout, tmp_path / "grads")
 
 
+@pytest.mark.parametrize("layout", [each for each in layouts() if each["data"] == 2], ids=name_of)
+def test_adapters_learn_the_same_under_every_layout(pool, references, layout, tmp_path):
+    check(pool, references("lora"), "lora", layout, tmp_path / "grads")
+
+
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_what_is_computed_again_takes_the_same_routes(pool, references, checkpointing, kind, tmp_path):

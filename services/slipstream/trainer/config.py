@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
+from slipstream.models.fp8.config import Fp8Config
 from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.trainer.loss_config import LossConfig, MaskedRatioLossConfig
@@ -163,6 +164,9 @@ class TrainerConfig(ServiceConfig):
     sft: SftConfig = SftConfig()
     lora: LoraConfig | None = None
     """Train low-rank adapters alone, from the first step on; the warm-up trains all weights."""
+    fp8: Fp8Config | None = None
+    """Multiply in FP8, from the first step on. An engine that does not then differs on the probe: raise
+    `probe_tolerance`, as for one that does where the trainer does not."""
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     environments: list[EnvironmentConfig] = Field(default_factory=list)

@@ -30,6 +30,7 @@ def start(config: TrainerConfig, status: Status, resumed: bool) -> tuple[Learner
 
     `resumed`: its weights come from a checkpoint; the model directory has those of step 0 already.
     """
+    from slipstream.models.fp8.modules import convert
     from slipstream.models.lora.adapters import attach
     from slipstream.trainer.compute import device_of, passes_of
     from slipstream.trainer.frozen import FrozenModels
@@ -54,6 +55,8 @@ def start(config: TrainerConfig, status: Status, resumed: bool) -> tuple[Learner
         model = _await_model(config, world, status)
     with world.watching():
         world.share([*model.parameters(), *model.buffers()])
+    if config.fp8 is not None:
+        convert(model, config.fp8)
     if config.lora is not None:
         attach(model, config.lora, config.seed)
     status.parameter_count = sum(parameter.numel() for parameter in model.parameters())

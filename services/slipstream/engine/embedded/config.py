@@ -34,6 +34,10 @@ class EmbeddedConfig(BaseConfig):
     torch_threads: int = Field(default=1, ge=1)
     """Threads of torch's operators, all within the engine's one thread."""
 
+    quantization: Literal["none", "fp8_per_block"] = "none"
+    """"fp8_per_block": compute as an engine does that multiplies in FP8, weights with a scale for each 128 by 128 and
+    activations for each 1 by 128, slower than without: to see what that does to training, where there is no card."""
+
     route_bytes: int = Field(default=64 << 20, ge=0)
     """Expert routes kept for the trainer; the oldest are dropped beyond."""
 

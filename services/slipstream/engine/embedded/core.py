@@ -43,6 +43,8 @@ from slipstream.engine.embedded.outputs import Chunks, Output, PrefillDone, Reco
 from slipstream.engine.embedded.weights import LiveWeights
 from slipstream.engine.hashing import block_hashes, prompt_hash
 from slipstream.models.base import Model, Sizes
+from slipstream.models.fp8.config import Fp8Config
+from slipstream.models.fp8.modules import convert
 from slipstream.models.registry import find_architecture
 
 Waiting = PrefillRequest | ActiveDecode
@@ -81,6 +83,8 @@ class EngineCore:
         self.model: Model = find_architecture(sizes.architecture).build_model(sizes)
         self.model.eval()
         self.model.requires_grad_(False)
+        if config.quantization == "fp8_per_block":
+            convert(self.model, Fp8Config())
         self.weights = LiveWeights(self.model)
         self.blocks_a_table = -(-sizes.max_context_tokens // config.block_size_tokens)
         self.blocks = BlockPool(config.block_count)

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.common.config import ConfigError
 from slipstream.models.base import Model
-from slipstream.models.lora.config import GROUPS, LoraConfig
+from slipstream.models.lora.config import LoraConfig
 from slipstream.models.lora.modules import LORA_A, LORA_B, adapt, adapter_name
+from slipstream.models.projections import owners, start_of
+from slipstream.models.targets import chosen, last_part
 
 PREFIX = "base_model.model."
 """Of names in an adapter's file: what PEFT calls the model that it wraps."""
@@ -68,6 +70,11 @@ class Adapters:
         return found
 
     @torch.no_grad()
+    def halves(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """`[rank, in]` and `[out, rank]` by the name of the matrix; all ranks take part."""
+        return {name: site.halves() for name, site in self._sites.items()}
+
+    @torch.no_grad()
     def merged(self, name: str, matrix: Tensor) -> Tensor:
         """A checkpoint's matrix with what its adapter adds; one without an adapter as it is."""
         site = self._sites.get(name)
@@ -84,25 +91,25 @@ def attach(model: Model, config: LoraConfig, seed: int) -> Adapters:
         ConfigError: a target that the model does not have, or a part of what is one matrix here.
     """
     tree: Any = model
-    parameters = {
-        _start(parameter): (module, name, parameter)
-        for module in tree.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+    parameters = owners(model)
     parts: dict[int, list[str]] = {}
     views = model.hf_views()
-    chosen = _chosen(views, config.targets)
+    try:
+        meant = chosen(views, config.targets)
+    except ValueError as error:
+        raise ConfigError(f"trainer.lora.targets: {error}") from None
     for name, view in views.items():
-        parts.setdefault(_start(view), []).append(name)
+        parts.setdefault(start_of(view), []).append(name)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     sites: dict[str, Site] = {}
     for start, names in parts.items():
-        wanted = [name for name in names if name in chosen]
+        wanted = [name for name in names if name in meant]
         if not wanted:
             continue
         if len(wanted) < len(names):
-            raise ConfigError(f"trainer.lora.targets: {', '.join(map(_last, names))} are one matrix: name all or none")
+            parts_of = ", ".join(map(last_part, names))
+            raise ConfigError(f"trainer.lora.targets: {parts_of} are one matrix: name all or none")
         module, parameter, weight = parameters[start]
         adapt(module, parameter, config.rank, config.scale, generator)
         sites |= {name: _site(module, parameter, weight, views[name]) for name in wanted}
@@ -114,38 +121,6 @@ def attach(model: Model, config: LoraConfig, seed: int) -> Adapters:
 def adapters_of(model: Model) -> Adapters | None:
     """A model's adapters, if it has any."""
     return getattr(model, "adapters", None)
-
-
-def _chosen(views: dict[str, Tensor], targets: tuple[str, ...]) -> set[str]:
-    chosen: set[str] = set()
-    kinds = {name: (_last(name), _group(name)) for name, view in views.items() if view.ndim > 1}
-    for target in targets:
-        found = {name for name, (last, group) in kinds.items() if group and target in (last, group)}
-        if not found and target not in GROUPS:
-            known = sorted({last for last, group in kinds.values() if group})
-            raise ConfigError(f"trainer.lora.targets: the model has no {target!r}; it has {', '.join(known)}")
-        chosen |= found
-    if not chosen:
-        raise ConfigError(f"trainer.lora.targets: the model has nothing of {', '.join(targets)}")
-    return chosen
-
-
-def _group(name: str) -> str | None:
-    """What kind of projection a checkpoint's matrix is; None for what gets no adapter: embeddings, head, router."""
-    if not _last(name).endswith(("_proj", "_with_mqa")):
-        return None
-    if ".self_attn." in name:
-        return "attention"
-    return "experts" if ".experts." in name else "mlp" if ".mlp." in name else None
-
-
-def _last(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _start(tensor: Tensor) -> int:
-    """Names the memory of a tensor and of its views."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _site(module: nn.Module, parameter: str, weight: Tensor, view: Tensor) -> Site:

@@ -7,9 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from slipstream.common.config import BaseConfig
-
-GROUPS = ("attention", "mlp", "experts")
-"""Projections of attention, of feed-forward networks, and of the experts that tokens choose."""
+from slipstream.models.targets import GROUPS, checked
 
 
 class LoraConfig(BaseConfig):
@@ -32,9 +30,7 @@ class LoraConfig(BaseConfig):
     @field_validator("targets")
     @classmethod
     def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value or any(not name or not name.replace("_", "").isalnum() for name in value):
-            raise ValueError('name "attention", "mlp", "experts" or projections such as "q_proj"')
-        return value
+        return checked(value)
 
     @property
     def scale(self) -> float:

@@ -11,7 +11,7 @@ the box are boxes of the tensor, one for each run of rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from slipstream.engine.routes import runs
 from slipstream.models.base import Model
+from slipstream.models.lora.adapters import adapters_of
 from slipstream.trainer.optimizer import plain_name
 from slipstream.weights.manifest import Box
 
@@ -71,9 +72,20 @@ def places_of(model: Model) -> dict[str, Place]:
 
 @torch.no_grad()
 def boxes_of(model: Model, places: Mapping[str, Place]) -> list[Box]:
-    """Copies of what this rank holds: later steps leave them alone."""
+    """Copies of what this rank holds, adapters merged: later steps leave them alone. All ranks take part."""
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    return [box for name, place in places.items() for box in _boxes(name, place, parameters[place.parameter])]
+    boxes = [box for name, place in places.items() for box in _boxes(name, place, parameters[place.parameter])]
+    adapters = adapters_of(model)
+    if adapters is None:
+        return boxes
+    halves, scale = adapters.halves(), adapters.config.scale
+    return [_merged(box, *halves[box.name], scale) if box.name in halves else box for box in boxes]
+
+
+def _merged(box: Box, a: Tensor, b: Tensor, scale: float) -> Box:
+    """A box of whole rows, with what an adapter adds to them."""
+    rows = b[box.offsets[0] : box.offsets[0] + len(box.values)]
+    return replace(box, values=box.values + scale * (rows @ a).cpu().numpy())
 
 
 def _boxes(name: str, place: Place, parameter: Tensor) -> list[Box]:
@@ -110,7 +122,7 @@ def _held(parameter: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 @torch.no_grad()
 def whole_tensors(model: Model, places: Mapping[str, Place], keep: bool) -> dict[str, Tensor]:
-    """All weights by name, for whoever wants to `keep` them; all ranks take part, a parameter at a time."""
+    """All weights by name, adapters merged, for whoever wants to `keep` them; all ranks take part, by parameters."""
     by_parameter: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places.items():
         by_parameter.setdefault(place.parameter, []).append((name, place))
@@ -120,4 +132,9 @@ def whole_tensors(model: Model, places: Mapping[str, Place], keep: bool) -> dict
         for tensor, place in by_parameter.get(plain_name(name), []) if keep else []:
             view = whole.detach().cpu().contiguous().as_strided(place.shape, place.strides, place.offset)
             tensors[tensor] = view.reshape(place.tensor_shape).contiguous()
+    adapters = adapters_of(model)
+    if adapters is not None:
+        for name, (a, b) in adapters.halves().items():
+            if name in tensors:
+                tensors[name] = tensors[name] + adapters.config.scale * (b @ a).cpu()
     return {name: tensors[name] for name in places if name in tensors}

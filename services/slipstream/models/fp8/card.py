@@ -1,0 +1,54 @@
+"""The same products on a card: torchao's kernels, and DeepGEMM's for experts where it is installed. In bfloat16.
+
+T = tokens or rows routed to experts, sorted by expert; N, K = output and input features; E = experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.common.config import ConfigError
+from slipstream.models.fp8.blocks import BLOCK
+from slipstream.models.projections import group_ends
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether the kernels take a weight: both sides must be whole blocks."""
+    return not any(size % BLOCK for size in weight.shape[-2:])
+
+
+def linear(x: Tensor, weight_NK: Tensor) -> Tensor:
+    """`x @ weight.T` over the last dimension of `x`."""
+    x_TK = x.reshape(-1, x.shape[-1]).bfloat16()
+    tokens = x_TK.shape[0]
+    x_TK = F.pad(x_TK, (0, 0, 0, -tokens % BLOCK))  # the gradient of the weight sums over whole blocks of them
+    product = _torchao().linear.fp8_blockwise_mm.apply(x_TK, weight_NK.bfloat16(), BLOCK)
+    return product[:tokens].view(*x.shape[:-1], weight_NK.shape[0]).type_as(x)
+
+
+def grouped_linear(x_TK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """The same with each row's own expert."""
+    multiply = _torchao().grouped_mm._to_fp8_blockwise_then_scaled_grouped_mm
+    weight_EKN = weight_ENK.bfloat16().transpose(-2, -1)
+    return multiply(x_TK.bfloat16(), weight_EKN, group_ends(counts_E)).type_as(x_TK)
+
+
+class _Torchao:
+    def __init__(self) -> None:
+        from torchao.prototype.blockwise_fp8_training import linear
+        from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
+
+        self.linear: Any = linear
+        self.grouped_mm: Any = grouped_mm
+
+
+def _torchao() -> _Torchao:
+    try:
+        return _Torchao()
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.fp8 on a card takes torchao ({error}): pip install 'slipstream[fp8]', or backend = \"emulated\""
+        ) from None
