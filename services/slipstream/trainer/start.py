@@ -25,7 +25,7 @@ STARTED = "started"
 """What rank 0 leaves on the board once it has the model that step 1 trains."""
 
 
-def start(config: TrainerConfig, status: Status, resumed: bool) -> tuple[Learner, dict[str, float]]:
+def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple[Learner, dict[str, float]]:
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called.
 
     `resumed`: its weights come from a checkpoint; the model directory has those of step 0 already.
