@@ -15,6 +15,8 @@ from torch import nn
 
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import RouteRows
+from slipstream.models.fp8.config import Fp8Config
+from slipstream.models.fp8.modules import convert
 from slipstream.models.lora.adapters import attach
 from slipstream.models.lora.config import LoraConfig
 from slipstream.models.qwen3.config import Qwen3Config
@@ -89,12 +91,14 @@ SHAPES = {
 }
 
 
-def make_model(shape: Shape, device: torch.device, seed: int = 0) -> Any:
-    """Its model on a device: float32, or frozen in bfloat16 beside float32 adapters."""
+def make_model(shape: Shape, device: torch.device, seed: int = 0, *, fp8: bool = False) -> Any:
+    """Its model on a device: float32, or frozen in bfloat16 beside float32 adapters; with `fp8` it multiplies so."""
     with torch.device("meta"):
         model = shape.build(shape.sizes)
     frozen = shape.lora is not None and device.type != "cpu"
     fill(model, device, torch.bfloat16 if frozen else torch.float32, seed)
+    if fp8:
+        convert(model, Fp8Config())
     if shape.lora is not None:
         attach(model, shape.lora, seed)
         model.to(device)

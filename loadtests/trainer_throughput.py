@@ -3,6 +3,7 @@
     python loadtests/trainer_throughput.py --shape qwen3-0.6b            # dense, 16k context
     python loadtests/trainer_throughput.py --shape qwen3-30b-a3b-lora    # LoRA of rank 16
     python loadtests/trainer_throughput.py --shape moe-1b                # 1B of 4.9B parameters active
+    python loadtests/trainer_throughput.py --shape moe-1b --fp8          # and the same with products in FP8
     python loadtests/trainer_throughput.py --shape qwen3-0.6b --longest  # and the longest context that fits
     python loadtests/trainer_throughput.py --all --out figures.jsonl     # all of them, one process each
     python loadtests/trainer_throughput.py --shape tiny --context 256    # on a CPU, in seconds
@@ -49,8 +50,8 @@ Figures = dict[str, Any]
 class RlStep:
     """The trainer's learner with a random model."""
 
-    def __init__(self, shape: Shape, arguments: argparse.Namespace, device: torch.device) -> None:
-        model = make_model(shape, device)
+    def __init__(self, shape: Shape, arguments: argparse.Namespace, device: torch.device, *, fp8: bool = False) -> None:
+        model = make_model(shape, device, fp8=fp8)
         self.cost = ModelCost.of(model)
         parallel = ParallelConfig(checkpointing=arguments.checkpointing, compile=arguments.compile)
         optim = OptimConfig(lr=1e-5, warmup_steps=0)
@@ -122,12 +123,26 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> F
     found["memory"] = {key: value for key, value in figures.items() if key.startswith("memory_")}
     del rl
     free(device)
+    if arguments.fp8:
+        found["fp8"] = rate(fp8_step_s(shape, arguments, device))
+        found["fp8_speedup"] = found["rl"]["step_s"] / found["fp8"]["step_s"]
     if shape.lora is None and not arguments.no_bare:
         found["bare"] = rate(bare_step_s(shape, arguments, device))
         found["of_bare"] = found["bare"]["step_s"] / found["rl"]["step_s"]
     if "replay_off" in found:
         found["replay_cost"] = found["rl"]["step_s"] / found["replay_off"]["step_s"]
     return found
+
+
+def fp8_step_s(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> float:
+    """The same step with products in FP8."""
+    rl, times = RlStep(shape, arguments, device, fp8=True), []
+    for index in range(WARM_UP_STEPS + arguments.steps):
+        seeds = range(index * arguments.micro_batches, (index + 1) * arguments.micro_batches)
+        times.append(rl.run([[make_sequence(shape, arguments.context, seed)] for seed in seeds])["step_s"])
+    del rl
+    free(device)
+    return min(times[WARM_UP_STEPS:])
 
 
 def bare_step_s(shape: Shape, arguments: argparse.Namespace, device: torch.device) -> float:
@@ -185,6 +200,8 @@ def describe(found: Figures) -> list[str]:
     lines.append("  " + ", ".join(f"{phase} {share:.1%}" for phase, share in found["share"].items()))
     if "replay_off" in found:
         lines.append(line("no replay", found["replay_off"]) + f"  (replay costs {found['replay_cost'] - 1:+.1%})")
+    if "fp8" in found:
+        lines.append(line("in FP8", found["fp8"]) + f"  ({found['fp8_speedup']:.2f} times as fast)")
     if "bare" in found:
         lines.append(line("bare step", found["bare"]) + f"  (RL step at {found['of_bare']:.2f} of its speed)")
     return lines
@@ -218,6 +235,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--flash", choices=("FA3", "FA4"), help="another flash attention, where its package is installed"
     )
+    parser.add_argument("--fp8", action="store_true", help="also with products in FP8")
     parser.add_argument("--longest", action="store_true", help="also the longest context that fits")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("--all", action="store_true", help="all shapes of the card")
@@ -227,7 +245,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run_all(arguments: argparse.Namespace) -> int:
     """One process each: what one leaves on the card would be missing to the next."""
-    runs = [["--shape", "qwen3-0.6b", "--longest"], ["--shape", "qwen3-30b-a3b-lora"], ["--shape", "moe-1b"]]
+    runs = [["--shape", "qwen3-0.6b", "--longest"], ["--shape", "qwen3-30b-a3b-lora"], ["--shape", "moe-1b", "--fp8"]]
     out = ["--out", str(arguments.out)] if arguments.out else []
     command: Callable[[list[str]], list[str]] = lambda words: [sys.executable, __file__, *words, *out]  # noqa: E731
     return max(subprocess.run(command(words), check=False).returncode for words in runs)

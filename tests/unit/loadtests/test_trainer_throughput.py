@@ -44,6 +44,14 @@ def test_a_small_shape_is_measured_in_seconds(shape: str, tmp_path: Path, capsys
     assert "RL step" in capsys.readouterr().out
 
 
+def test_fp8_is_measured_beside_it(tmp_path: Path):
+    out = tmp_path / "figures.jsonl"
+    size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--device", "cpu", "--no-bare"]
+    assert main(["--shape", "tiny-dense", "--fp8", *size, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["fp8_speedup"] == pytest.approx(found["rl"]["step_s"] / found["fp8"]["step_s"])
+
+
 def test_the_bare_step_is_of_the_same_model():
     for name in ("tiny", "tiny-dense"):
         shape, cpu = SHAPES[name], torch.device("cpu")
