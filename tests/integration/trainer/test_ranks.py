@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,7 @@ class World:
     """The trainer's peers."""
 
     def __init__(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
         self.directory = directory
         self.orchestrator, self.holder = Orchestrator(), Holder()
         self.store = VersionStore(directory / "versions", 100_000_000)
@@ -306,41 +308,45 @@ async def test_a_rank_that_stands_still_ends_the_others_in_time_and_by_name(tmp_
     assert world.said(0).strip().endswith("rank 1 of the trainer does not answer")
 
 
-@pytest.mark.parametrize("after", [2, 1], ids=["by two", "by one"])
-async def test_two_ranks_that_were_killed_are_gone_on_from(after, alone, tmp_path):
+async def resumed(directory: Path, ranks: int) -> tuple[World, dict[str, np.ndarray]]:
+    """What so many ranks report and write that go on from what is in a directory."""
+    world = World(directory)
+    world.checkpoint_interval_steps = 1
+    final = directory / "checkpoints" / "final" / "config.json"
+    async with world.serve(ranks):
+        processes = world.start(ranks, ParallelConfig(data=ranks))
+        try:
+            await until(processes[0], lambda: final.exists() and len(world.orchestrator.reports) > 1, 60.0)
+        except (AssertionError, TimeoutError):
+            raise AssertionError("\n".join(map(world.said, range(ranks)))) from None
+        finally:
+            await end(processes)
+    return world, load_file(final.with_name("model.safetensors"))
+
+
+@pytest.mark.timeout(200)
+async def test_two_ranks_that_were_killed_are_gone_on_from_by_two_or_by_one(alone, tmp_path):
     expected, weights = alone
-    first = World(tmp_path)
-    first.checkpoint_interval_steps = 1
-    first.orchestrator.held_back = 2
-    saved = tmp_path / "checkpoints" / "1.1" / "COMPLETE"
-    async with first.serve(2):
-        processes = first.start(2, ParallelConfig(data=2))
+    world = World(tmp_path / "two")
+    world.checkpoint_interval_steps = 1
+    world.orchestrator.held_back = 2
+    saved = tmp_path / "two" / "checkpoints" / "1.1" / "COMPLETE"
+    async with world.serve(2):
+        processes = world.start(2, ParallelConfig(data=2))
         try:
             await until(processes[0], saved.exists, 60.0)
         except (AssertionError, TimeoutError):
-            raise AssertionError("\n".join(map(first.said, range(2)))) from None
+            raise AssertionError("\n".join(map(world.said, range(2)))) from None
         finally:
             await end(processes, signal.SIGKILL)
     assert len(list(saved.parent.glob("rank-*.safetensors"))) == 2
-
-    second = World(tmp_path)
-    second.checkpoint_interval_steps = 1
-    final = tmp_path / "checkpoints" / "final" / "config.json"
-    async with second.serve(after):
-        processes = second.start(after, ParallelConfig(data=after))
-        try:
-            await until(processes[0], lambda: final.exists() and len(second.orchestrator.reports) > 1, 60.0)
-        except (AssertionError, TimeoutError):
-            raise AssertionError("\n".join(map(second.said, range(after)))) from None
-        finally:
-            await end(processes)
-    assert [PolicyVersion.from_proto(r.version) for r in second.orchestrator.reports] == [
-        PolicyVersion(2, 1),
-        PolicyVersion(2, 2),
-    ]
-    for mine, theirs in zip(second.orchestrator.reports, expected.orchestrator.reports[1:], strict=True):
-        for name in ("loss", "grad_norm", "loss_tokens"):
-            assert mine.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4, abs=1e-6), name
-    found = load_file(final.with_name("model.safetensors"))
-    for name, values in weights.items():
-        np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-5, err_msg=name)
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    for ranks, folder in ((2, "two"), (1, "one")):
+        again, found = await resumed(tmp_path / folder, ranks)
+        reports = again.orchestrator.reports
+        assert [str(PolicyVersion.from_proto(report.version)) for report in reports] == ["2.1", "2.2"]
+        for mine, theirs in zip(reports, expected.orchestrator.reports[1:], strict=True):
+            for name in ("loss", "grad_norm", "loss_tokens"):
+                assert mine.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4, abs=1e-6), name
+        for name, values in weights.items():
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-5, err_msg=name)
