@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from slipstream.models.base import Model
 from slipstream.trainer.chat.batches import plan_steps
 from slipstream.trainer.chat.config import ChatConfig
 from slipstream.trainer.chat.examples import Dataset, Example
-from slipstream.trainer.checkpoint_state import load, save_async, wait
+from slipstream.trainer.checkpoint_state import Target, load, save_async, wait
 from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.offload import ActivationOffload
 from slipstream.trainer.optimizer import ModelOptimizer
@@ -104,10 +105,9 @@ class Finetuner:
             return
         self._wait()
         version, figures = PolicyVersion(1, self._step), {"skipped_steps": float(self._skipped)}
-        directory = self._store.begin(version)
-        self._saving = save_async(
-            self.model, self._optimizer, {PLAN: self._plan}, directory, lambda: self._store.commit(version, figures)
-        )
+        begin, commit = partial(self._store.begin, version), partial(self._store.commit, version, figures)
+        target = Target(begin, self._store.scratch(version), commit)
+        self._saving = save_async(self.model, self._optimizer, {PLAN: self._plan}, target, group=None)
         self._saved_step = self._step
 
     def _wait(self) -> None:
