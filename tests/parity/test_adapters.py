@@ -52,7 +52,7 @@ def test_an_exported_adapter_gives_pefts_logits_and_those_of_the_merged_model(tm
     changed = logits(model)
     assert (changed - plain).abs().max() > 0.01
 
-    save_adapters(adapters, str(tmp_path / "base"), tmp_path / "adapter")
+    save_adapters(adapters, adapters.tensors(), str(tmp_path / "base"), tmp_path / "adapter")
     assert (peft_logits(tmp_path / "base", tmp_path / "adapter") - changed).abs().max() < 1e-4
 
     save_model(model, tmp_path / "merged")

@@ -34,7 +34,8 @@ def export(kind: str, changes: dict[str, Any], directory: Path) -> Any:
     """A model whose adapters are as after some steps, and the directories of both."""
     theirs(kind, changes).save_pretrained(directory / "base")
     model = ours(directory / "base")
-    save_adapters(trained(model), str(directory / "base"), directory / "adapter")
+    adapters = trained(model)
+    save_adapters(adapters, adapters.tensors(), str(directory / "base"), directory / "adapter")
     return model
 
 

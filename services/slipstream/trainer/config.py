@@ -216,8 +216,8 @@ class TrainerConfig(ServiceConfig):
     def _check_parallel(self) -> TrainerConfig:
         if self.group.rank_count > 1:
             self.parallel.layout(self.group.rank_count)
-            if self.lora is not None:
-                raise ValueError("lora: adapters are trained by one rank")
+            if self.lora is not None and self.lora.publish != "merged":
+                raise ValueError('lora.publish: several ranks publish merged weights; say "merged"')
             if self.compute.device == "cuda":
                 raise ValueError("compute.device: several ranks compute on CPUs; on cards they have not been tried")
             if self.parallel.timeout_s <= self.rows_timeout_s:

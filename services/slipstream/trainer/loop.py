@@ -424,6 +424,7 @@ def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
 
     final = config.run_dir / "checkpoints" / "final"
     adapters = adapters_of(learner.model)
+    halves = {} if adapters is None else adapters.tensors()  # all ranks take part
     tensors = {} if learner.world.alone else learner.whole_tensors()
     if learner.world.rank:
         return
@@ -434,7 +435,8 @@ def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
         else:
             save_model(learner.model, final)
         if adapters is not None:  # beside it: in it, transformers would add them once more
-            save_adapters(adapters, str(config.model_dir.resolve()), config.run_dir / "checkpoints" / "adapter")
+            base_model = str(config.model_dir.resolve())
+            save_adapters(adapters, halves, base_model, config.run_dir / "checkpoints" / "adapter")
         if (config.model_dir / TOKENIZER_FILE).exists():
             replace_file(final / TOKENIZER_FILE, (config.model_dir / TOKENIZER_FILE).read_bytes())
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
+from torch import Tensor
 
 from slipstream.common.disk import make_directory, replace_file
 from slipstream.models.lora.adapters import Adapters
@@ -14,13 +16,15 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
-def save_adapters(adapters: Adapters, base_model: str, directory: Path) -> None:
+def save_adapters(adapters: Adapters, halves: Mapping[str, Tensor], base_model: str, directory: Path) -> None:
     """Write both files, each whole or not at all, the configuration last. Raises `DiskFull`.
+
+    `halves`: what `adapters.tensors()` gives, for which all ranks take part.
 
     Experts have an adapter each, under the names of a checkpoint; peft fuses them where transformers has.
     """
     make_directory(directory)
-    tensors = {name: tensor.cpu().clone() for name, tensor in adapters.tensors().items()}
+    tensors = {name: tensor.cpu().clone() for name, tensor in halves.items()}
     replace_file(directory / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
     config = {
         "peft_type": "LORA",
