@@ -271,14 +271,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, dict[str, np
     return asyncio.run(trained(tmp_path_factory.mktemp("alone"), 1, ParallelConfig()))
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [ParallelConfig(data=2), ParallelConfig(context=2, context_kind="ring", expert=2)],
-    ids=["data", "context"],
-)
-async def test_two_ranks_train_what_one_does(parallel, alone, tmp_path):
+TWO = {"data": ParallelConfig(data=2), "context": ParallelConfig(context=2, context_kind="ring", expert=2)}
+
+
+@pytest.mark.parametrize(("shared", "by_torchrun"), [("data", True), ("context", False)])
+async def test_two_ranks_train_what_one_does(shared, by_torchrun, alone, tmp_path):
     expected, weights = alone
-    world, found = await trained(tmp_path, 2, parallel)
+    world, found = await trained(tmp_path, 2, TWO[shared], by_torchrun)
     assert [report.version.step for report in world.orchestrator.reports] == [0, 1, 2]  # rank 0 reports, once
     for mine, theirs in zip(world.orchestrator.reports[1:], expected.orchestrator.reports[1:], strict=True):
         for name in SAME:
