@@ -242,7 +242,6 @@ def interrupted(how: str, path: str) -> dict[str, Any]:
 
 WAYS = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stuck": lambda: time.sleep(20.0),
 }
 """Ways to lose a rank."""
