@@ -496,9 +496,9 @@ class Sequencer:
         self._journal.append("restored", incarnation=incarnation, step=step)
         self._metrics.write("restored", incarnation=incarnation, step=step)
 
-    def checkpointed(self, step: int) -> None:
-        """The trainer writes checkpoints, the newest of `step`: what later steps need is kept."""
-        if self._checkpoint_step is None or step > self._checkpoint_step:
+    def checkpointed(self, step: int | None) -> None:
+        """The trainer writes checkpoints, the newest of `step`: what later steps need is kept. None: it writes none."""
+        if step is None or self._checkpoint_step is None or step > self._checkpoint_step:
             self._checkpoint_step = step
             self._let_go()
 

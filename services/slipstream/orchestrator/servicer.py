@@ -134,13 +134,12 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
                     f"the rows of step {step} are gone: restored too early", next_step=sequencer.released_step + 1
                 )
             sequencer.restored(request.incarnation, step - 1)
-        if request.HasField("checkpoint_step"):
-            sequencer.checkpointed(request.checkpoint_step)
         if step > sequencer.config.total_steps:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
         next_step = sequencer.machine.sealed_step + 1
         if step not in sequencer.plans and step != next_step:
             raise StepNotNext(f"step {step} is not the next to be sealed", next_step=next_step)
+        sequencer.checkpointed(request.checkpoint_step if request.HasField("checkpoint_step") else None)
         sequencer.want(step)
         await sequencer.sealed.until(lambda: step in sequencer.plans or self._state.ended, request.wait_ms / 1000)
         self._check_incarnation(request.incarnation)
