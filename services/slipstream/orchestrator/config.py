@@ -184,6 +184,9 @@ class OrchestratorConfig(ServiceConfig):
             raise ValueError("environments: names must differ")
         if self.min_group_size > self.samples_per_group:
             raise ValueError("min_group_size: must not exceed samples_per_group")
+        kinds = [tracker.type for tracker in self.tracking]
+        if len(set(kinds)) != len(kinds):
+            raise ValueError("tracking: one of each type at most")
         if not any(worker.role == "decode" for worker in self.workers):
             raise ValueError("workers: at least one of role decode is needed")
         return self

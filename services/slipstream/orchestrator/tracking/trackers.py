@@ -78,12 +78,14 @@ class WeightsAndBiases:
         )
         replace_file(names, self._run.id.encode())
         self._run.define_metric("*", step_metric=_STEP)
+        self._teardown = wandb.teardown
 
     def log(self, point: Point) -> None:
         self._run.log({**point.figures, _STEP: point.step})
 
     def close(self) -> None:
         self._run.finish()
+        self._teardown()  # waits for the library's own process, which may not have written everything yet
 
 
 class Trackio:
