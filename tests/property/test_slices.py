@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.routes import RouteRows
@@ -39,6 +39,7 @@ sequences = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(sequences, st.sampled_from([1, 2, 3, 4]))
 def test_every_token_and_every_target_is_in_exactly_one_slice(batch, context):
     parts = [
@@ -68,6 +69,7 @@ def test_every_token_and_every_target_is_in_exactly_one_slice(batch, context):
     assert (np.concatenate([part.tokens_S[part.source_R] for part in parts])[np.argsort(index)] == sources).all()
 
 
+@settings(deadline=None)
 @given(sequences, st.sampled_from([1, 2, 3, 4]))
 def test_a_rank_fetches_the_rows_of_its_slice_and_no_others(batch, context):
     lengths = [len(s.token_ids) - 1 for s in batch]
@@ -80,6 +82,7 @@ def test_a_rank_fetches_the_rows_of_its_slice_and_no_others(batch, context):
         assert all(len(each) <= 2 for each in ranges)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 6))
 def test_ranks_hold_pieces_that_mirror_each_other(count, context):
     total = padded_count(count, context)
@@ -88,6 +91,7 @@ def test_ranks_hold_pieces_that_mirror_each_other(count, context):
     assert np.allclose(middles, (total - 1) / 2)  # so that causal attention costs all of them the same
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), st.integers(1, 6), st.integers(6, 12))
 def test_padding_spreads_over_all_experts(count, top_k, experts):
     rows = even_routes(count, LAYERS, top_k, experts)
