@@ -48,7 +48,7 @@ async def test_an_evicted_prefix_comes_back_at_the_prefill_worker_and_is_sent_on
     for turn, found in enumerate((0, WHOLE_BLOCKS)):
         kv, cached = await computed(prefiller, prompt, salt, f"{salt}-{turn}")
         assert cached == found
-        (sample,) = await decoder.ask(prompt, kv=kv, salt=f"{salt}-{turn}", temperature=0.0, max_new_tokens=12)
+        (sample,) = await decoder.ask(prompt, kv=kv, temperature=0.0, max_new_tokens=12)
         assert (sample.token_ids, sample.cached_token_count) == (expected, LONG - 1)
         prefiller.engine.release_kv(kv.transfer_id)
         await prefiller.idle()
