@@ -40,10 +40,11 @@ from slipstream.environments.demonstrations import Example
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 from slipstream.environments.tools import Tools
 from slipstream.models.checkpoint import to_hf
+from slipstream.models.head import target_logps
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model, init_weights
 from slipstream.trainer.config import SftConfig
-from slipstream.trainer.packed import Packed, target_logps
+from slipstream.trainer.packed import Packed
 from slipstream.trainer.sft import warm_up
 
 STEPS = 24

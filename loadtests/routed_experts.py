@@ -53,6 +53,7 @@ from slipstream.runner.spool import Rows, Spool
 from slipstream.trainer.fetch import Download, RowsClient
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.rows import RowForm
+from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.torch_thread import TorchThread
 
 SERVICE = "slipstream.api.rollout.v1.RowsService"
@@ -226,8 +227,8 @@ class Consumer:
         left = iter(numbers)
         async with asyncio.TaskGroup() as group:
             async for portion in reader.read(wanted, form, group):
-                assert portion.lost == 0
                 for (sequence,) in portion.micro_batches:
+                    assert isinstance(sequence, TrainSequence)
                     assert sequence.routes.unknown_ranges == ()
                     rows = sequence.routes.rows[:: TOKENS // 7]
                     assert np.array_equal(rows, self._expected[next(left) % DISTINCT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,14 +77,13 @@ async def read(
     plan = batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=[each]) for each in planned])
     before = moved_bytes_so_far()
     form = RowForm.of(cluster.model(V1), PolicyVersion(1, 1))
+    sequences: list[TrainSequence] = []
     try:
         async with asyncio.TaskGroup() as group:
-            sequences = [
-                sequence
-                async for portion in reader.read(plan, form, group)
-                for batch in portion.micro_batches
-                for sequence in batch
-            ]
+            async for portion in reader.read(plan, form, group):
+                for sequence in itertools.chain.from_iterable(portion.micro_batches):
+                    assert isinstance(sequence, TrainSequence), "its rows are lost"
+                    sequences.append(sequence)
     finally:
         await client.close()
         await server.stop(None)

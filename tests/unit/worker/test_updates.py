@@ -14,7 +14,7 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import PausedEngine, UpdateReport
 from slipstream.engine.worker.updates import WorkerState, WorkerUpdates
 from slipstream.weights.adapter import Adapter, adapter_name
-from slipstream.weights.manifest import Manifest, Probe, describe_tensors
+from slipstream.weights.manifest import Manifest, Probe, WeightSlice, describe_tensors
 
 V = [PolicyVersion(1, step) for step in range(6)]
 KEEPER = "orchestrator"
@@ -34,6 +34,9 @@ class ArrayEngine:
 
     def parameters(self, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         return self.held
+
+    def unchanged(self, names: Collection[str]) -> Collection[str]:
+        return ()
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         return [-1.0 + self.probe_error for _ in token_ids[1:]]
@@ -82,6 +85,17 @@ class ArrayTransport:
     async def publish(
         self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe, adapter: Adapter | None = None
     ) -> Manifest:
+        raise AssertionError("workers do not publish")
+
+    async def open_version(self, version: PolicyVersion, rank_count: int = 1) -> None:
+        raise AssertionError("workers do not publish")
+
+    async def publish_shard(
+        self, version: PolicyVersion, slices: tuple[WeightSlice, ...], buffers: list[memoryview], rank: int = 0
+    ) -> int:
+        raise AssertionError("workers do not publish")
+
+    async def seal_version(self, version: PolicyVersion, probe: Probe, adapter: Adapter | None = None) -> Manifest:
         raise AssertionError("workers do not publish")
 
     async def manifest(self, version: PolicyVersion | None = None) -> Manifest:
