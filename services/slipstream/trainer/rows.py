@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,10 @@ from slipstream.trainer.sequence import TrainSequence, version_number
 
 if TYPE_CHECKING:
     from slipstream.models.base import Model
+
+
+COMPARED_ROWS = 32768
+"""Rows that are looked through at once for an expert that is named twice: as many as stay in a core's cache."""
 
 
 class RowsRefused(Exception):
@@ -166,7 +169,21 @@ def _check_experts(rows_NLK: NDArray[np.unsignedinteger], form: RowForm) -> None
     largest = int(rows_NLK.max())
     if largest >= form.expert_count:
         raise RowsRefused("routes", f"they name expert {largest} of {form.expert_count}")
-    # Comparing columns is many times faster than sorting rows.
-    columns_KR = np.ascontiguousarray(rows_NLK.reshape(-1, form.row_shape[1]).T)
-    if any((one == other).any() for one, other in combinations(columns_KR, 2)):
+    if _doubled(rows_NLK.reshape(-1, form.row_shape[1])):
         raise RowsRefused("routes", "they name an expert twice for one token")
+
+
+def _doubled(rows_NK: NDArray[np.unsignedinteger]) -> bool:
+    """Whether a row holds a value twice. Comparing columns is many times faster than sorting rows."""
+    top_k = rows_NK.shape[1]
+    columns_KN = np.empty((top_k, min(len(rows_NK), COMPARED_ROWS)), rows_NK.dtype)
+    equal_KN = np.empty(columns_KN.shape, np.bool_)
+    for start in range(0, len(rows_NK), COMPARED_ROWS):
+        block_NK = rows_NK[start : start + COMPARED_ROWS]
+        block_KN = columns_KN[:, : len(block_NK)]
+        np.copyto(block_KN, block_NK.T)
+        for shift in range(1, top_k):
+            equal = equal_KN[shift:, : len(block_NK)]
+            if np.equal(block_KN[shift:], block_KN[:-shift], out=equal).any():
+                return True
+    return False
