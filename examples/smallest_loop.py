@@ -9,10 +9,9 @@ The services do this over gRPC; here the event loop calls their parts directly. 
     trainer           one optimizer step after another, on whatever groups are ready
 
 Nobody waits for the slowest rollout, and none starts again because the weights changed: an answer may be sampled by two
-versions. The state machine in `slipstream.algorithms.staleness` bounds how old a group may be when it is trained.
-
-The task is to write a word backward. The model first imitates careless demonstrations, which mostly forget the last
-letter of words of four; only the reward tells the slip from the task. It takes half a minute on two cores.
+versions. The state machine in `slipstream.algorithms.staleness` bounds how old a group may be when it is trained. The
+task is to write a word backward. The model first imitates careless demonstrations, which mostly forget the last letter
+of words of four; only the reward tells the slip from the task. It takes half a minute on two cores.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class Learner:
             )
             new_logps, _ = target_logps(packed.logits_RV(self.model, balance=True), packed.targets_R)
             old_logps = torch.tensor([logp for t in some for logp in t.logps])
-            each = [t.advantage for t in some], [len(t.logps) for t in some]
-            tokens = LossTokens.of_lengths(new_logps, old_logps, *each)
+            advantages, lengths = [t.advantage for t in some], [len(t.logps) for t in some]
+            tokens = LossTokens.of_lengths(new_logps, old_logps, advantages, lengths)
             loss = clipped_loss(tokens, totals, clip_high=0.28, dual_clip=3.0).loss
             (loss + 1e-3 * self.model.routes.balance_loss() / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
