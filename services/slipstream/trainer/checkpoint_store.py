@@ -3,11 +3,12 @@
     .saving-2.14/        while it is written; what a dead process left is removed
     2.14/                renamed into place once all of it is on disk
         rank-00000.safetensors ...    tensors, by rank (tensor_files.py)
-        metadata.json                 which part of which tensor is where
+        metadata.json                 which part of which tensor is where, and each file's checksum
         state.json                    the version, and what else is no tensor
         COMPLETE                      written last: without it, or if it does not fit, there is no checkpoint
 
-A kill at any moment leaves the newest complete one as it was.
+A kill at any moment leaves the newest complete one as it was. One of which a byte has changed since is passed over, as
+one that is not complete.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import structlog
 
 from slipstream.common.disk import full_disk_named, make_directory, replace_file, sync_directory
+from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
 
 log = structlog.get_logger()
@@ -32,6 +34,9 @@ METADATA_FILE = "metadata.json"
 STATE_FILE = "state.json"
 MARKER_FILE = "COMPLETE"
 INCARNATION_FILE = "incarnation"
+CHECKSUM_BYTES = 2**20
+"""Read at once for a checksum."""
+
 _SAVING_PREFIX = ".saving-"
 _VERSION = re.compile(r"\d+\.\d+")
 
@@ -83,13 +88,19 @@ class CheckpointStore:
         with full_disk_named(target):
             scratch.rename(target)
         sync_directory(self.root)
-        replace_file(target / MARKER_FILE, json.dumps(_checksums(target)).encode() + b"\n")
+        checksums = {name: file_checksum(target / name) for name in (METADATA_FILE, STATE_FILE)}
+        replace_file(target / MARKER_FILE, json.dumps(checksums).encode() + b"\n")
         self._prune()
 
     def open_incarnation(self, least: int) -> int:
         """A number that no process of this run has used before, `least` or more; remembered at once."""
         path = self.root / INCARNATION_FILE
-        used = int(path.read_text()) if path.exists() else 0
+        used = 0
+        if path.exists():
+            try:
+                used = int(path.read_text())
+            except ValueError as error:
+                raise CheckpointFailed(f"{path} must hold the run's latest incarnation, a number") from error
         make_directory(self.root)
         incarnation = max(least, used + 1)
         replace_file(path, f"{incarnation}\n".encode())
@@ -116,18 +127,23 @@ def _read(path: Path, version: PolicyVersion) -> Saved | None:
     if not marker.exists():
         return None
     try:
-        if json.loads(marker.read_text()) != _checksums(path):
-            raise ValueError("a file does not match its checksum")
+        if json.loads(marker.read_text()) != {name: file_checksum(path / name) for name in (METADATA_FILE, STATE_FILE)}:
+            raise ValueError(f"{METADATA_FILE} or {STATE_FILE} is not as it was written")
         state: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
-        sizes: dict[str, int] = json.loads((path / METADATA_FILE).read_text())["files"]
-        wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+        checksums: dict[str, int] = json.loads((path / METADATA_FILE).read_text())["files"]
+        wrong = [name for name, checksum in checksums.items() if file_checksum(path / name) != checksum]
         if wrong or state["version"] != str(version):
             raise ValueError(f"not as it was written: {', '.join(wrong) or state['version']}")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         log.warning("checkpoint_unreadable", path=str(path), detail=str(error))
         return None
     return Saved(version, path, state["figures"])
 
 
-def _checksums(path: Path) -> dict[str, int]:
-    return {name: zlib.crc32((path / name).read_bytes()) for name in (METADATA_FILE, STATE_FILE)}
+def file_checksum(path: Path) -> int:
+    """CRC-32 of a file, which is read a piece at a time."""
+    checksum, piece = 0, bytearray(CHECKSUM_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            checksum = zlib.crc32(memoryview(piece)[:size], checksum)
+    return checksum

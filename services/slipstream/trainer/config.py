@@ -134,7 +134,7 @@ class CheckpointConfig(BaseConfig):
 
     interval_steps: int = Field(default=0, ge=0)
     """Steps between two. 0 writes none: a trainer that ends then ends the run. Rows are kept until a checkpoint covers
-    their step, so the runners' `spool_bytes` must hold so many steps and one more."""
+    their step, so `runner.spool_limit_bytes` must hold so many steps and one more."""
 
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""

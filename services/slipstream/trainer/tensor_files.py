@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from slipstream.common.disk import replace_file, sync_directory
-from slipstream.trainer.checkpoint_store import METADATA_FILE
+from slipstream.trainer.checkpoint_store import METADATA_FILE, file_checksum
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -67,26 +67,25 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         file = str(plan.storage_data)
         tensors: dict[str, Tensor] = {}
-        results: list[WriteResult] = []
         for item in plan.items:
             data = planner.resolve_data(item)
             assert isinstance(data, Tensor)
             tensors[_key(item.index)] = data.detach().to("cpu").contiguous()
-            results.append(WriteResult(item.index, data.nbytes, file))
         path = self._directory / file
         save_file(tensors, path)
         with path.open("rb") as written:
             os.fsync(written.fileno())
+        where = (file, file_checksum(path))
+        results = [WriteResult(item.index, tensors[_key(item.index)].nbytes, where) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        file_of = {_key(result.index): str(result.storage_data) for part in results for result in part}
-        files = sorted({path.name for path in self._directory.glob("rank-*.safetensors")})
+        file_of = {_key(result.index): result.storage_data[0] for part in results for result in part}
         document = {
             "format": 1,
-            "files": {name: (self._directory / name).stat().st_size for name in files},
+            "files": dict(result.storage_data for part in results for result in part),
             "tensors": {name: _described(name, found, file_of) for name, found in metadata.state_dict_metadata.items()},
         }
         replace_file(self._directory / METADATA_FILE, json.dumps(document).encode() + b"\n")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
 
+from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
 from slipstream.trainer.checkpoint_store import CheckpointStore, Saved
 
@@ -15,7 +17,7 @@ def put(store: CheckpointStore, incarnation: int, step: int) -> None:
     version = PolicyVersion(incarnation, step)
     scratch = store.begin(version)
     (scratch / "rank-00000.safetensors").write_bytes(b"1234")
-    (scratch / "metadata.json").write_text(json.dumps({"files": {"rank-00000.safetensors": 4}}))
+    (scratch / "metadata.json").write_text(json.dumps({"files": {"rank-00000.safetensors": zlib.crc32(b"1234")}}))
     store.commit(version, {"loss": 0.5})
 
 
@@ -56,16 +58,19 @@ def test_other_folders_are_left_alone_and_remnants_go(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["COMPLETE", "state.json", "metadata.json", "rank-00000.safetensors"])
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
 def test_one_that_is_not_whole_is_passed_over(tmp_path, file, damage):
     store = CheckpointStore(tmp_path, keep_last=2)
     put(store, 1, 1)
     put(store, 1, 2)
     path = tmp_path / "1.2" / file
+    data = path.read_bytes()
     if damage == "gone":
         path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[:-2])
     else:
-        path.write_bytes(path.read_bytes()[:-2])
+        path.write_bytes(data[:1] + bytes([data[1] ^ 4]) + data[2:])
     assert newest(store).version == PolicyVersion(1, 1)
     put(store, 2, 2)
     assert newest(store).version == PolicyVersion(2, 2)
@@ -74,3 +79,6 @@ def test_one_that_is_not_whole_is_passed_over(tmp_path, file, damage):
 def test_no_incarnation_is_opened_twice(tmp_path):
     assert [CheckpointStore(tmp_path / "new").open_incarnation(1) for _ in range(3)] == [1, 2, 3]
     assert CheckpointStore(tmp_path / "new").open_incarnation(7) == 7
+    (tmp_path / "new" / "incarnation").write_text("seven")
+    with pytest.raises(CheckpointFailed, match="incarnation must hold"):
+        CheckpointStore(tmp_path / "new").open_incarnation(7)
