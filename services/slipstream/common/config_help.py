@@ -193,7 +193,7 @@ def _number(value: float) -> str:
 
 def _default(field: FieldInfo, holder: Any, name: str) -> Any:
     """The value without any setting: of the object around it where that has one of its own."""
-    if holder is not None:
+    if holder is not None and holder is not PydanticUndefined:
         return getattr(holder, name)
     return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
 

@@ -13,7 +13,7 @@ from slipstream.common.config import Arguments, BaseConfig, ConfigError, dump_to
 from slipstream.common.config_files import load_with_origins, read_toml
 from slipstream.common.config_help import help_text
 from slipstream.common.extras import FINE_TUNING_MODULES, explain, missing_modules
-from slipstream.launcher.config import RunSection
+from slipstream.launcher.config import RunConfig, RunSection
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run, shown
 from slipstream.launcher.services import service_command, write_configs
@@ -44,10 +44,14 @@ class ChatRunConfig(BaseConfig):
 
 
 def asked_for(arguments: Sequence[str]) -> bool:
-    """Whether a command line means this, and not the warm-up: it resumes, or has something of `[data]`."""
+    """Whether a command line means this, and not the warm-up: it resumes, has something of `[data]`, or asks for help
+    with a section that only this has."""
     if RESUME in arguments:
         return True
     given = parse_arguments(arguments)
+    section = (given.help or "").partition(".")[0]
+    if section in ChatRunConfig.model_fields and section not in RunConfig.model_fields:
+        return True
     return any(override.startswith("data.") for override in given.overrides) or any(
         "data" in read_toml(file) for file in given.files
     )
