@@ -17,7 +17,7 @@ from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
 from slipstream.common.extras import RUN_MODULES, explain, foreign, missing_modules
 from slipstream.launcher.errors import LauncherError
-from slipstream.launcher.rundir import find_run, newest_running, shown
+from slipstream.launcher.rundir import find_run, find_services_run, newest_running, shown
 
 if TYPE_CHECKING:
     from slipstream.launcher.config import RunConfig
@@ -126,7 +126,7 @@ def _status(arguments: list[str]) -> int:
     from slipstream.launcher.rundir import launcher_pid
     from slipstream.launcher.status import ended_run, print_status, read_status, refusal
 
-    run = find_run(_reference("status", arguments))
+    run = find_services_run(_reference("status", arguments))
     if launcher_pid(run) is None:
         finished, sentence = ended_run(run)
         print(sentence)
@@ -152,7 +152,7 @@ def _stop(arguments: list[str]) -> int:
 def _report(arguments: list[str]) -> int:
     from slipstream.launcher.report import write_report
 
-    print(shown(write_report(find_run(_reference("report", arguments)))))
+    print(shown(write_report(find_services_run(_reference("report", arguments)))))
     return 0
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from slipstream.common.config import ConfigError
 from slipstream.launcher.metrics_records import Record, read_metrics
-from slipstream.launcher.rundir import RunDir, find_run
+from slipstream.launcher.rundir import RunDir, find_services_run
 
 USAGE = "usage: slipstream plot [RUN] [--metric NAME]... [--follow]"
 MARKS = "•x+o*#@%"
@@ -63,7 +63,7 @@ TITLES = {
 def plot(arguments: Sequence[str]) -> int:
     """Run the command. Raises `ConfigError` or `RunDirError` for what it cannot make sense of."""
     reference, names, follow = parse(arguments)
-    run, console = find_run(reference), Console(highlight=False, soft_wrap=True)
+    run, console = find_services_run(reference), Console(highlight=False, soft_wrap=True)
     if not follow:
         console.print(page(run, names))
         return 0

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 
 from slipstream.common.auth import write_token
+from slipstream.common.config_errors import ConfigError
+from slipstream.common.config_files import read_toml
 from slipstream.common.disk import AppendFile, PatientFile
 from slipstream.launcher.errors import RunDirError
 
@@ -149,6 +151,30 @@ def find_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
     if not runs:
         raise RunDirError(f"no run in {directory}/")
     return runs[0]
+
+
+def find_services_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
+    """The same among the runs that have services, which fine-tuning has not."""
+    if reference is None:
+        runs = [run for run in _newest_first(directory) if not is_fine_tuning(run)]
+        if not runs:
+            raise RunDirError(f"no run with services in {directory}/")
+        return runs[0]
+    run = find_run(reference, directory)
+    if is_fine_tuning(run):
+        figures, log = shown(run.path / "metrics.jsonl"), shown(run.path / "logs")
+        raise RunDirError(
+            f"{run.name} is a fine-tuning, and has no services: its figures are in {figures}, its log in {log}"
+        )
+    return run
+
+
+def is_fine_tuning(run: RunDir) -> bool:
+    """Whether it is of `slipstream sft` on conversations."""
+    try:
+        return "data" in read_toml(run.config_file)
+    except ConfigError:  # whoever reads it next says what is wrong
+        return False
 
 
 def newest_running(directory: Path = Path("runs")) -> RunDir | None:

@@ -8,7 +8,14 @@ import stat
 import pytest
 
 from slipstream.launcher.errors import RunDirError
-from slipstream.launcher.rundir import RunLock, create_run_dir, find_run, launcher_pid, newest_running
+from slipstream.launcher.rundir import (
+    RunLock,
+    create_run_dir,
+    find_run,
+    find_services_run,
+    launcher_pid,
+    newest_running,
+)
 
 
 def test_a_taken_name_gets_a_number(tmp_path):
@@ -50,3 +57,15 @@ def test_a_run_is_found_by_name_by_path_and_as_the_newest(tmp_path):
     assert found is not None
     assert found.name == "old"
     lock.release()
+
+
+def test_a_fine_tuning_is_passed_over_by_those_who_ask_for_services_and_named_where_it_is_asked_for(tmp_path):
+    for name, text in (("run", "[orchestrator]"), ("tuned", '[data]\ntrain = "rows.jsonl"')):
+        create_run_dir(tmp_path, name).config_file.write_text(text)
+    os.utime(tmp_path / "run" / "config.toml", (1, 1))
+    assert find_run(None, tmp_path).name == "tuned"
+    assert find_services_run(None, tmp_path).name == "run"
+    with pytest.raises(RunDirError, match=r"tuned is a fine-tuning.*metrics\.jsonl"):
+        find_services_run("tuned", tmp_path)
+    with pytest.raises(RunDirError, match="no run with services"):
+        find_services_run(None, tmp_path / "run")
