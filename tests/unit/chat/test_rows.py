@@ -30,6 +30,15 @@ def row(*messages, **other) -> str:
     return json.dumps({"messages": list(messages), **other})
 
 
+def called(arguments: object) -> dict[str, object]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+
+
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+LESS_DEEP = '{"a":' * 300 + "1" + "}" * 300
+"""What the JSON parser takes."""
+
 BAD = [
     ("{not json", "no JSON: "),
     ("[1]", "a list, no object with messages"),
@@ -43,11 +52,19 @@ BAD = [
         row(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
         "messages.1.tool_calls.0.function.arguments: no JSON: ",
     ),
+    (row(USER, {**ANSWER, "content": "\ud83d"}), "messages.1.content: holds half of a surrogate pair"),
+    (row(USER, called('{"city": "\\ud83d"}')), f"{ARGUMENTS}: city: holds half of a surrogate pair"),
+    (row(USER, called({"city": ["\ud83d"]})), f"{ARGUMENTS}.city.0: holds half of a surrogate pair"),
+    (row(USER, ANSWER, tools=[{"\ud83d": 1}]), "tools.0.\\ud83d: holds half of a surrogate pair"),
+    (f'{{"messages": [], "other": {DEEP}}}', "lists and objects in one another are too deep"),
+    (row(USER, called(DEEP)), f"{ARGUMENTS}: lists and objects in one another are too deep"),
+    (row(USER, called(LESS_DEEP)), f"{ARGUMENTS}: a.a.a.a.a.a.a.a.a.a: lists and objects in one another"),
+    (row(USER, ANSWER, tools=[json.loads(LESS_DEEP)]), "tools.0.a.a.a.a.a.a.a.a: lists and objects in one another"),
     (row(USER, ANSWER, tools="weather"), "tools: Input should be a valid list"),
 ]
 
 
-@pytest.mark.parametrize(("line", "why"), BAD)
+@pytest.mark.parametrize(("line", "why"), BAD, ids=range(len(BAD)))
 def test_a_bad_row_is_told_by_its_field(tmp_path, line, why):
     (found,) = read_rows(write_rows(tmp_path / "rows.jsonl", [line]))
     assert isinstance(found, BadRow)
@@ -107,6 +124,11 @@ def test_bad_rows_are_left_out_and_counted_when_told_to(tmp_path):
 def test_a_file_without_a_good_row_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no row to learn from"):
         load(tmp_path, ["{}"], bad_rows="skip")
+
+
+def test_rows_that_are_all_taken_for_validation_leave_none_to_learn_from_and_say_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.validation_rows is 50, which takes all 10 good rows of .*rows.jsonl"):
+        load(tmp_path, sums(10), validation_rows=50)
 
 
 def test_rows_that_validate_are_chosen_by_seed_and_not_learned_from(tmp_path):

@@ -86,6 +86,11 @@ def load_dataset(config: DataConfig, codec: TextCodec, template: ChatTemplate, s
         told = "\n".join(f"  {row}" for row in reader.told)
         more = f"\n  and {reader.bad - len(reader.told)} more" if reader.bad > len(reader.told) else ""
         raise ConfigError(f'{reader.bad} bad rows; data.bad_rows = "skip" leaves them out\n{told}{more}')
+    if not training and config.validation is None and validation:
+        raise ConfigError(
+            f"data.validation_rows is {config.validation_rows}, which takes all {len(validation)} good rows of "
+            f"{config.train} for validation: none is left to learn from"
+        )
     if not training:
         raise ConfigError(f"{config.train} has no row to learn from")
     if config.validation_rows and not validation:

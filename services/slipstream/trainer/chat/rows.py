@@ -13,6 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from slipstream.common.config import ConfigError
 
 MAX_ROW_BYTES = 16 << 20
+MAX_DEPTH = 100
+"""Of lists and objects in one another: what templates do with them takes stack."""
+
+_TOO_DEEP = "lists and objects in one another are too deep"
+_HALF = "holds half of a surrogate pair, which is no text"
+_TOLD_PATH = 10
+"""Parts of a path that are told."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,15 @@ class _Function(BaseModel):
         if not isinstance(value, str):
             return value
         try:
-            return json.loads(value)
+            parsed = json.loads(value)
         except ValueError as error:
             raise ValueError(f"no JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
+        problem = _unusable(parsed)
+        if problem is not None:
+            raise ValueError(problem)
+        return parsed
 
 
 class _ToolCall(BaseModel):
@@ -123,14 +136,52 @@ def _read(file: Path, line: int, data: bytes) -> Row | BadRow:
         value = json.loads(data)
     except ValueError as error:  # a UnicodeDecodeError too
         return BadRow(file, line, f"no JSON: {error}")
+    except RecursionError:
+        return BadRow(file, line, _TOO_DEEP)
     if not isinstance(value, dict):
         return BadRow(file, line, f"a {type(value).__name__}, no object with messages")
+    problem = _unusable({key: value[key] for key in _Conversation.model_fields if key in value})
+    if problem is not None:
+        return BadRow(file, line, problem)
     try:
         conversation = _Conversation.model_validate(value)
     except ValidationError as error:
         return BadRow(file, line, _first_problem(error))
     messages = [message.model_dump(exclude_none=True) for message in conversation.messages]
     return Row(file, line, [{"content": "", **message} for message in messages], conversation.tools or None)
+
+
+def _unusable(value: Any) -> str | None:
+    """What no template or tokenizer takes, though it is JSON; begins with the field."""
+    found = _find_unusable(value, ())
+    if found is None:
+        return None
+    path, why = found
+    where = ".".join(path[:_TOLD_PATH]).encode("ascii", "backslashreplace").decode()
+    return f"{where}: {why}" if where else why
+
+
+def _find_unusable(value: Any, path: tuple[str, ...]) -> tuple[tuple[str, ...], str] | None:
+    if isinstance(value, str):
+        return None if _is_text(value) else (path, _HALF)
+    if not isinstance(value, dict | list):
+        return None
+    if len(path) > MAX_DEPTH:
+        return path, _TOO_DEEP
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        inside = (*path, str(key))
+        found = _find_unusable(item, inside) if _is_text(str(key)) else (inside, _HALF)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _first_problem(error: ValidationError) -> str:
