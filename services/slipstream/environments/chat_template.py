@@ -13,7 +13,7 @@ Stretches are tokenized each by itself, as an engine sees them: a prompt, then w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -150,11 +150,12 @@ class ChatTemplate:
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Refuse what would pass for the template's own words, and what the template would leave out in silence."""
-        for index, message in enumerate(messages):
-            said = json.dumps(message, ensure_ascii=False)
-            for token in (*self._special_tokens, _BEGIN, _END):
-                if token in said:
-                    raise Unrenderable(f"messages.{index}: holds {token!r}, which means something to the model")
+        given = {"messages": messages, "tools": tools or ()}
+        for where, said in ((f"{name}.{i}", part) for name, parts in given.items() for i, part in enumerate(parts)):
+            for text in _texts(said):
+                for token in (*self._special_tokens, _BEGIN, _END):
+                    if token in text:
+                        raise Unrenderable(f"{where}: holds {token!r}, which means something to the model")
         whole = self._render(messages, tools)
         if tools and whole == self._render(messages, None):
             raise Unrenderable("tools: the chat template leaves them out")
@@ -169,6 +170,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools or None, add_generation_prompt=prompt, **self._variables
             )
+        except RecursionError:
+            raise Unrenderable("messages: too deep for the chat template") from None
         except (TemplateError, TypeError, ValueError) as error:  # templates add up what is there, of whatever type
             raise Unrenderable(f"messages: the chat template refuses them: {error}") from None
 
@@ -185,6 +188,19 @@ class _Generation(Extension):
 
     def _mark(self, caller: Callable[[], str]) -> str:
         return f"{_BEGIN}{caller()}{_END}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in it, keys too, as they are: JSON would hide a token that has a quote or a backslash."""
+    left = [value]
+    while left:
+        at = left.pop()
+        if isinstance(at, str):
+            yield at
+        elif isinstance(at, Mapping):
+            left += [*at.keys(), *at.values()]
+        elif isinstance(at, list | tuple):
+            left += at
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:

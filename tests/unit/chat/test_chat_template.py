@@ -113,6 +113,27 @@ def test_a_conversation_that_the_template_cannot_show_is_refused_with_its_field(
         chat_template(source).stretches(messages, tools)
 
 
+QUOTE = '<|"|>'
+
+
+@pytest.mark.parametrize("token", [QUOTE, "<\\end>", END])
+def test_a_special_token_is_refused_wherever_it_is(token):
+    template = ChatTemplate(TOOLS_TEMPLATE, [END, QUOTE, "<\\end>"], {})
+    tools = [*WEATHER, {"type": "function", "function": {"name": "x", "parameters": {"enum": ["a", f"b{token}"]}}}]
+    with pytest.raises(Unrenderable, match=r"^tools.1: holds "):
+        template.stretches(TOOL_CONVERSATION, tools)
+    with pytest.raises(Unrenderable, match=r"^tools.0: holds "):
+        template.stretches(TOOL_CONVERSATION, [{token: 1}])
+    with pytest.raises(Unrenderable, match=r"^messages.0: holds "):
+        template.stretches([{"role": "user", "content": token}, *TOOL_CONVERSATION[-1:]])
+
+
+def test_a_template_that_takes_all_stack_refuses_its_conversation():
+    source = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"
+    with pytest.raises(Unrenderable, match="too deep for the chat template"):
+        chat_template(source).stretches(TOOL_CONVERSATION)
+
+
 def test_a_template_that_drops_thoughts_can_be_learned_from_by_last_turns():
     stretches = chat_template(THOUGHTS).stretches(TOOL_CONVERSATION[4:], None, "last")
     assert [s.text for s in stretches if s.by_assistant] == [f"<think></think>You are welcome.{END}"]
