@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from slipstream.launcher.config import RunConfig, RunSection
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run, shown
 from slipstream.launcher.services import service_command, write_configs
+from slipstream.launcher.session import STOP_SIGNALS
 from slipstream.launcher.sft import REPLICA, run_child
 from slipstream.trainer.chat.config import ChatConfig, CheckpointConfig, DataConfig, StartConfig, TrainingConfig
 from slipstream.trainer.optim_config import OptimConfig
@@ -141,9 +143,19 @@ def _told(run: RunDir, code: int | None) -> int:
     if (run.path / "model" / "config.json").exists():
         print(f"{run.name} finished: the model is in {shown(run.path / 'model')}")
         return 0
-    if code is None or code == 0 or code > SIGNALLED:
+    number = code - SIGNALLED if code is not None and code > SIGNALLED else None
+    if not code or number in STOP_SIGNALS:
         print(f"{run.name} was stopped; {resume}")
         return code or 0
     hint = f"; {resume}" if any((run.path / "checkpoints").glob("*/COMPLETE")) else ""
-    print(f"{run.name} ended with code {code}; its log is {shown(run.log_file(REPLICA))}{hint}", file=sys.stderr)
+    how = f"ended with code {code}" if number is None else f"was ended by {_signal_name(number)}"
+    print(f"{run.name} {how}; its log is {shown(run.log_file(REPLICA))}{hint}", file=sys.stderr)
     return code
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name}, which may mean that memory ran out" if number == signal.SIGKILL else name

@@ -1,0 +1,31 @@
+"""How the end of a fine-tuning is told."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from slipstream.launcher.chat import _told
+from slipstream.launcher.rundir import RunDir
+
+
+@pytest.mark.parametrize("code", [None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM])
+def test_a_wanted_stop_is_told_as_one(tmp_path, capsys, code):
+    assert _told(RunDir(tmp_path), code) == (code or 0)
+    assert "was stopped; go on with: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (1, "ended with code 1; its log is "),
+        (128 + signal.SIGKILL, "was ended by SIGKILL, which may mean that memory ran out; its log is "),
+        (128 + signal.SIGSEGV, "was ended by SIGSEGV; its log is "),
+    ],
+)
+def test_another_end_is_told_with_its_cause(tmp_path, capsys, code, said):
+    assert _told(RunDir(tmp_path), code) == code
+    found = capsys.readouterr()
+    assert said in found.err
+    assert not found.out
