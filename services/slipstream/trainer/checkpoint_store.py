@@ -92,6 +92,13 @@ class CheckpointStore:
         replace_file(target / MARKER_FILE, json.dumps(checksums).encode() + b"\n")
         self._prune()
 
+    def discard(self, version: PolicyVersion) -> None:
+        """Remove what a failed save has left, so that the next one has its room."""
+        shutil.rmtree(self.scratch(version), ignore_errors=True)
+        target = self.root / str(version)
+        if not (target / MARKER_FILE).exists():
+            shutil.rmtree(target, ignore_errors=True)
+
     def open_incarnation(self, least: int) -> int:
         """A number that no process of this run has used before, `least` or more; remembered at once."""
         path = self.root / INCARNATION_FILE

@@ -12,12 +12,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.common.disk import AppendFile
+from slipstream.common.errors import CheckpointFailed, DiskFull
 from slipstream.models.base import Model
 from slipstream.models.registry import find_architecture
+from slipstream.trainer.chat.__main__ import Reporter
 from slipstream.trainer.chat.batches import plan_steps
 from slipstream.trainer.chat.config import ChatConfig, TrainingConfig
 from slipstream.trainer.chat.examples import Dataset, load_dataset
 from slipstream.trainer.chat.finetuner import Diverged, Finetuner, Progress
+from slipstream.trainer.checkpoint_store import CheckpointStore
 from tests.unit.chat.conversations import PLAIN_TEMPLATE, chat_template, codec, sizes, sums, write_rows
 
 
@@ -153,3 +157,47 @@ def test_steps_that_are_not_finite_change_nothing_and_three_in_a_row_end_it(tmp_
         tuner.run(seen.append)
     assert [each.figures["skipped_steps"] for each in seen if "tokens" in each.figures] == [1, 2]
     assert all(torch.equal(p, before[n]) or torch.isnan(p).any() for n, p in broken.named_parameters())
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, *steps: int) -> list[int]:
+    """The disk has no room for the first checkpoints of these steps; returns all that are tried."""
+    tried: list[int] = []
+    commit = CheckpointStore.commit
+
+    def full(store: CheckpointStore, version: Any, figures: dict[str, float]) -> None:
+        tried.append(version.step)
+        if version.step in steps:
+            raise DiskFull("no room")
+        commit(store, version, figures)
+
+    monkeypatch.setattr(CheckpointStore, "commit", full)
+    return tried
+
+
+def test_a_checkpoint_that_finds_no_room_is_tried_again_and_ends_nothing(tmp_path, monkeypatch):
+    tried = without_room(monkeypatch, 2, 3)
+    of = config(tmp_path, epochs=2)
+    steps = run(of)[-1].step
+    assert tried[:1] == [2]
+    assert tried[-1] == steps
+    assert Finetuner(model(), of, data(of)).restore() == steps
+    assert not list(of.checkpoint_dir.glob(".saving-*"))
+
+
+def test_the_last_checkpoint_that_finds_no_room_ends_it_and_leaves_nothing_half_written(tmp_path, monkeypatch):
+    of = config(tmp_path, epochs=2)
+    tuner = Finetuner(model(), of, data(of))
+    without_room(monkeypatch, len(tuner.steps))
+    with pytest.raises(CheckpointFailed, match="no room"):
+        run(of, tuner)
+    assert not list(of.checkpoint_dir.glob(".saving-*"))
+    assert Finetuner(model(), of, data(of)).restore() < len(tuner.steps)
+
+
+def test_figures_that_find_no_room_end_nothing(tmp_path, monkeypatch, capsys):
+    def full(file: AppendFile, record: bytes) -> None:
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(AppendFile, "append", full)
+    Reporter(config(tmp_path))(Progress(1, 1, {"validation_loss": 2.0}))
+    assert "validation loss 2.0" in capsys.readouterr().out

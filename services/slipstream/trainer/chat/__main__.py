@@ -43,7 +43,11 @@ class Reporter:
 
     def __call__(self, progress: Progress) -> None:
         figures = progress.figures
-        self._file.append(json.dumps({"step": progress.step, "time_s": time.time(), **figures}).encode() + b"\n")
+        record = {"step": progress.step, "time_s": time.time(), **figures}
+        try:
+            self._file.append(json.dumps(record).encode() + b"\n")
+        except DiskFull as error:  # the figures of a step are not worth the run
+            log.error("metrics_not_written", step=progress.step, detail=error.message)
         at = f"step {progress.step} of {progress.step_count}"
         if "validation_loss" in figures:
             print(f"{at}: validation loss {figures['validation_loss']:.4f}", flush=True)

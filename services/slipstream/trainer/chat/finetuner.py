@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import structlog
 import torch
 import torch.nn.functional as F
 
 from slipstream.algorithms.packing import pack
+from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
 from slipstream.models.base import Model
 from slipstream.trainer.chat.batches import plan_steps
@@ -25,6 +27,8 @@ from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.offload import ActivationOffload
 from slipstream.trainer.optimizer import ModelOptimizer
 from slipstream.trainer.packed import Packed
+
+log = structlog.get_logger()
 
 MAX_SKIPPED_IN_A_ROW = 3
 PLAN = "plan"
@@ -62,6 +66,7 @@ class Finetuner:
         self._plan = _digest(data.training, self.steps)
         self._step = self._skipped = self._skipped_in_a_row = 0
         self._saved_step = -1
+        self._save_failed = False
 
     def restore(self) -> int:
         """Go on from the newest checkpoint, if there is one; returns its step.
@@ -83,7 +88,7 @@ class Finetuner:
     def run(self, on_progress: Callable[[Progress], None], stopped: Callable[[], bool] = lambda: False) -> bool:
         """Take the steps that are left; returns whether all were taken. Leaves a checkpoint.
 
-        Raises `Diverged` and `CheckpointFailed`.
+        Raises `Diverged`, and `CheckpointFailed` for the last one; one before is tried again after the next step.
         """
         every = self._config.training.validate_every
         if not self._step:
@@ -93,8 +98,12 @@ class Finetuner:
             on_progress(Progress(self._step, len(self.steps), self._train(self.steps[self._step - 1])))
             if self._step % every == 0 or self._step == len(self.steps):
                 self._validate(on_progress)
-            if self._step % self._config.checkpoint.every_steps == 0 and self._step < len(self.steps):
+            if self._saving is not None and self._saving.done():
+                self._settle()
+            due = self._save_failed or self._step % self._config.checkpoint.every_steps == 0
+            if due and self._step < len(self.steps):
                 self._save()
+        self._settle()
         self._save()
         self._wait()
         return self._step == len(self.steps)
@@ -103,17 +112,30 @@ class Finetuner:
         """Copy the state; the copy is written beside the next steps."""
         if self._step == self._saved_step:
             return
-        self._wait()
+        self._settle()
         version, figures = PolicyVersion(1, self._step), {"skipped_steps": float(self._skipped)}
         begin, commit = partial(self._store.begin, version), partial(self._store.commit, version, figures)
         target = Target(begin, self._store.scratch(version), commit)
         self._saving = save_async(self.model, self._optimizer, {PLAN: self._plan}, target, group=None)
-        self._saved_step = self._step
+        self._saved_step, self._save_failed = self._step, False
+
+    def _settle(self) -> None:
+        """Wait for the one that is being written; a failure is logged, and the next step tries again."""
+        try:
+            self._wait()
+        except CheckpointFailed as error:
+            log.error("checkpoint_failed", step=self._saved_step, detail=error.message)
+            self._saved_step, self._save_failed = -1, True
 
     def _wait(self) -> None:
-        if self._saving is not None:
-            wait(self._saving)
-            self._saving = None
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            wait(saving)
+        except CheckpointFailed:
+            self._store.discard(PolicyVersion(1, self._saved_step))
+            raise
 
     def _train(self, indexes: Sequence[int]) -> dict[str, float]:
         """One step; where loss or gradient is not finite, weights and state stay as they are."""
