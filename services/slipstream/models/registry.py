@@ -42,21 +42,29 @@ def find_architecture(name: str) -> Architecture:
 
 def sizes_of(architecture: str, config: dict[str, Any]) -> Sizes:
     """The sizes that `architecture` reads from a `config.json`, whatever that names."""
+    found = find_architecture(architecture)
     try:
-        return find_architecture(architecture).read_sizes({**config, ARCHITECTURE_KEY: architecture})
+        return found.read_sizes({**config, ARCHITECTURE_KEY: architecture})
     except KeyError as error:
         raise ConfigError(f"{CONFIG_FILE} has no {error.args[0]!r}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
         raise ConfigError(f"{CONFIG_FILE}: {where}: {problem['msg'].removeprefix('Value error, ')}") from None
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{CONFIG_FILE} cannot be used: {error}") from None
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """`<model_dir>/config.json` as it stands."""
-    return json.loads((model_dir / CONFIG_FILE).read_text())
+    """`<model_dir>/config.json` as it stands. Raises `ConfigError` unless it is a JSON object."""
+    file = model_dir / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, RecursionError, IsADirectoryError) as error:
+        raise ConfigError(f"{file} is damaged: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is damaged: it holds no JSON object")
+    return config
 
 
 def load_sizes(model_dir: Path) -> Sizes:

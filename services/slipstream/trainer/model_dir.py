@@ -69,8 +69,14 @@ def sizes_at_start(config: TrainerConfig, where: str = "trainer.initial_model") 
         return sizes_of(architecture, config.model.config_json(build_tokenizer().get_vocab_size()))
     where = f"{where} {str(config.initial_model)!r}"
     require_model_dir(config.initial_model, where)
-    given = read_config(config.initial_model)
-    context = min(given.get("max_position_embeddings", sys.maxsize), config.model.max_context_tokens)
+    try:
+        given = read_config(config.initial_model)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    context = given.get("max_position_embeddings", sys.maxsize)
+    if not isinstance(context, int | float):
+        raise ConfigError(f"{where}: {CONFIG_FILE}: max_position_embeddings is {str(context)[:40]!r}, not a number")
+    context = min(context, config.model.max_context_tokens)
     try:
         return sizes_of(architecture, {**given, "max_position_embeddings": context})
     except ConfigError as error:

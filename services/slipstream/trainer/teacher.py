@@ -22,10 +22,11 @@ def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = "trainer.lo
     """
     where = f"{where} {str(teacher)!r}"
     require_model_dir(teacher, where)
-    given = read_config(teacher)
-    architecture = given.get("model_type", "")
     try:
-        sizes = sizes_of(architecture if architecture in BUILT_IN else config.model.architecture, given)
+        given = read_config(teacher)
+        architecture = given.get("model_type", "")
+        built_in = isinstance(architecture, str) and architecture in BUILT_IN
+        sizes = sizes_of(architecture if built_in else config.model.architecture, given)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     student = sizes_at_start(config)
@@ -33,7 +34,11 @@ def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = "trainer.lo
         raise ConfigError(
             f"{where} has a context of {sizes.max_context_tokens} tokens; the run's is {student.max_context_tokens}"
         )
-    if _tokens(teacher) != _tokens(config.initial_model):
+    try:
+        same = _tokens(teacher) == _tokens(config.initial_model)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not same:
         raise ConfigError(f"{where} has another tokenizer than the run: its tokens could not be compared")
     return sizes
 
@@ -42,4 +47,8 @@ def _tokens(model_dir: Path | None) -> dict[str, int]:
     """Ids by token; of the built-in tokenizer without a directory."""
     if model_dir is None:
         return build_tokenizer().get_vocab()
-    return Tokenizer.from_file(str(model_dir / TOKENIZER_FILE)).get_vocab()
+    file = model_dir / TOKENIZER_FILE
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ConfigError(f"{file} cannot be read: {error}") from None

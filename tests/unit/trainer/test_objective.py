@@ -187,6 +187,8 @@ def test_a_teacher_is_loaded_from_a_model_directory(tmp_path, teacher):
         ("context", "has a context of 64 tokens; the run's is 128"),
         ("tokenizer", "has another tokenizer than the run"),
         ("weights", "has no *.safetensors"),
+        ("tokenizer file", "tokenizer.json cannot be read"),
+        ("config file", "config.json is damaged: it holds no JSON object"),
     ],
 )
 def test_a_teacher_that_cannot_judge_this_run_is_refused(tmp_path, teacher, broken: str, words: str):
@@ -198,6 +200,8 @@ def test_a_teacher_that_cannot_judge_this_run_is_refused(tmp_path, teacher, brok
     elif broken == "tokenizer":
         file = teacher / "tokenizer.json"
         file.write_text(file.read_text().replace("<|pad|>", "<|fill|>"))
+    elif broken.endswith(" file"):
+        (teacher / broken.replace(" file", ".json")).write_text("[]")
     else:
         (teacher / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"^trainer\.loss\.teacher ") as caught:

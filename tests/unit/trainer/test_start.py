@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.common.config import ConfigError
 from slipstream.environments.config import ExpressionConfig
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.qwen3_moe.config import MoeConfig
@@ -55,6 +56,28 @@ def test_the_warm_up_leaves_a_model_directory_that_another_run_starts_from(tmp_p
     for name, tensor in to_hf(learner.model).items():
         assert torch.equal(tensor, to_hf(loaded.model)[name])
         assert torch.equal(tensor, saved[name])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("null", "config.json is damaged"),
+        ("", "config.json is damaged"),
+        ('{"max_position_embeddings": "x"}', "max_position_embeddings is 'x', not a number"),
+        ('{"rope_scaling": 5}', "config.json"),
+        ('{"model_type": ["a"]}', "config.json"),
+    ],
+)
+def test_a_start_with_a_damaged_config_json_is_refused(tmp_path, content, said):
+    first = config(tmp_path / "a")
+    prepare_model_dir(first)
+    start(first, Status())
+    file = first.model_dir / "config.json"
+    changed = json.loads(content) if content.startswith("{") else None
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}) if changed else content)
+    with pytest.raises(ConfigError, match=r"^trainer\.initial_model ") as caught:
+        prepare_model_dir(config(tmp_path / "b", initial_model=first.model_dir))
+    assert said in str(caught.value)
 
 
 def test_the_same_seed_starts_the_same(tmp_path):

@@ -80,7 +80,7 @@ def _prepare(config: ChatConfig) -> Finetuner:
     start = config.start.initial
     given = read_config(start)
     kind = given.get("model_type")
-    if kind not in BUILT_IN:
+    if not isinstance(kind, str) or kind not in BUILT_IN:
         raise ConfigError(f"{start}: model_type is {kind!r}, and built in are {', '.join(BUILT_IN)}")
     sizes = sizes_of(kind, given)
     if config.data.max_tokens > sizes.max_context_tokens:
