@@ -26,7 +26,7 @@ from slipstream.common.errors import DiskFull
 from slipstream.common.extras import explain, foreign
 from slipstream.models.checkpoint import check_source, expected_shapes
 from slipstream.models.registry import ARCHITECTURE_KEY, BUILT_IN, CONFIG_FILE, read_config, sizes_of
-from slipstream.models.shards import SHARD_BYTES, ShardReader, check_shapes, write_shards
+from slipstream.models.shards import SHARD_BYTES, ShardReader, check_layers, check_shapes, write_shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMPANIONS = (
@@ -83,11 +83,16 @@ def _directory(model_dir: Path) -> Source:
         raise ConfigError(f"{model_dir} has no {CONFIG_FILE}")
     config = read_config(model_dir)
     kind = config.get("model_type")
-    if kind not in BUILT_IN:
+    if not isinstance(kind, str) or kind not in BUILT_IN:
         raise ConfigError(f"{model_dir}: model_type is {kind!r}, and built in are {', '.join(BUILT_IN)}")
     reader = ShardReader(model_dir)
-    expected = expected_shapes(sizes_of(kind, config))
     try:
+        sizes = sizes_of(kind, config)
+    except ConfigError as error:
+        raise ConfigError(f"{model_dir}: {error}") from None
+    try:
+        check_layers(sizes.n_layers, reader.shapes)
+        expected = expected_shapes(sizes)
         check_source(expected, reader)
     except ValueError as error:
         raise ConfigError(f"{model_dir}: {error}") from None

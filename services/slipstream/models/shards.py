@@ -103,6 +103,14 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
             raise ValueError(f"{name} has shape {tuple(found[name])}, expected {shape}")
 
 
+def check_layers(n_layers: int, found: Iterable[str]) -> None:
+    """Raise `ValueError` for more layers than `found` has names of, before anybody builds that many."""
+    parts = (name.split(".", 3) for name in found if name.startswith("model.layers."))
+    there = len({part[2] for part in parts})
+    if n_layers > there:
+        raise ValueError(f"it is to have {n_layers} layers, and has tensors of {there}")
+
+
 def _listed(names: set[str], most: int = 40) -> str:
     shown = ", ".join(sorted(names)[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
@@ -113,10 +121,12 @@ def _weight_files(model_dir: Path) -> list[Path]:
     if not index.exists():
         return [model_dir / WEIGHTS_FILE]
     try:
-        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
+        names = {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ConfigError(f"{index} is no index of safetensors files") from None
-    return [model_dir / Path(name).name for name in sorted(names)]
+    if "" in names:
+        raise ConfigError(f"{index} names a file of no name")
+    return [model_dir / name for name in sorted(names)]
 
 
 def _opened(file: Path) -> Any:
@@ -124,7 +134,7 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise ConfigError(f"{file.parent} has no {file.name}") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError) as error:  # a directory; a name that no file can have
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -53,8 +55,13 @@ def side_by_side(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(file: Path, *, leave_out: str = "", **fields: object) -> dict[str, torch.Tensor]:
-    """A small model in 8 bits; returns the weights that a reader must find, by Hugging Face name."""
+def write_gguf(
+    file: Path, *, leave_out: str = "", changed: dict[str, Any] | None = None, **fields: object
+) -> dict[str, torch.Tensor]:
+    """A small model in 8 bits; returns the weights that a reader must find, by Hugging Face name.
+
+    `changed` replaces fields of the header by their key; None leaves one out.
+    """
     writer = gguf.GGUFWriter(file, str(fields.get("architecture", "llama")))
     writer.add_block_count(SIZES.n_layers)
     writer.add_context_length(SIZES.max_context_tokens)
@@ -75,6 +82,14 @@ def write_gguf(file: Path, *, leave_out: str = "", **fields: object) -> dict[str
     writer.add_token_merges(["t h", "th e", "Ġ a", "1 2"])
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
+    for key, value in (changed or {}).items():
+        for fields_of_file in writer.kv_data:
+            fields_of_file.pop(key, None)
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            kinds = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+            kinds[type(value)](key, value)
     expected = {}
     for name, tensor in to_hf(model()).items():
         _, _, layer, *rest = [*name.split("."), ""] if name.startswith("model.layers") else ["", "", "", name]
@@ -135,6 +150,129 @@ def test_what_a_gguf_file_has_that_is_not_built_is_named(tmp_path, fields, said)
     write_gguf(tmp_path / "small.gguf", **fields)
     with pytest.raises(ConfigError, match=said):
         open_source(str(tmp_path / "small.gguf"))
+
+
+OF_MODEL = [
+    ("block_count", 2_000_000_000),
+    ("attention.head_count", 0),
+    ("attention.head_count", [2, 2]),
+    ("attention.head_count", "two"),
+    ("attention.head_count_kv", 3),
+    ("attention.head_count_kv", [1, 1]),
+    ("attention.layer_norm_rms_epsilon", float("nan")),
+    ("embedding_length", "64"),
+    ("embedding_length", -64),
+    ("rope.freq_base", float("inf")),
+]
+OF_TOKENIZER = [
+    ("eos_token_id", -1),
+    ("eos_token_id", 262),
+    ("bos_token_id", -1),
+    ("padding_token_id", 262),
+    ("unknown_token_id", "<|unk|>"),
+    ("tokens", None),
+    ("tokens", ["a", "b"]),
+    ("tokens", ["a"] * 262),
+    ("tokens", [1] * 262),
+    ("token_type", None),
+    ("token_type", [3, 3]),
+    ("token_type", [77] * 262),
+    ("merges", None),
+    ("merges", ["t"]),
+    ("merges", ["t h e"]),
+    ("merges", ["t q"]),
+    ("merges", [" "]),
+    ("merges", ["nowhere h"]),
+    ("merges", [7]),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(f"llama.{key}", value) for key, value in OF_MODEL]
+    + [(f"tokenizer.ggml.{key}", value) for key, value in OF_TOKENIZER],
+)
+def test_a_gguf_file_of_damaged_fields_is_refused(tmp_path, key, value):
+    write_gguf(tmp_path / "small.gguf", changed={key: value})
+    with pytest.raises(ConfigError, match=r"small\.gguf is damaged: "):
+        open_source(str(tmp_path / "small.gguf"))
+
+
+def test_a_gguf_file_without_an_embedding_is_refused(tmp_path):
+    write_gguf(tmp_path / "small.gguf", leave_out="token_embd.weight")
+    with pytest.raises(ConfigError, match=r"is damaged: it has no token_embd\.weight of two dimensions"):
+        open_source(str(tmp_path / "small.gguf"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:4],
+        lambda whole: whole[:200],
+        lambda whole: whole[:-5000],
+        lambda whole: whole[:4] + whole[4:8][::-1] + whole[8:],
+        lambda whole: whole[:8] + b"\xff" * 7 + b"\x0f" + whole[16:],  # of tensors
+        lambda whole: whole[:16] + b"\xff" * 7 + b"\x0f" + whole[24:],  # of fields
+        # A list of numbers, told to be longer than any file: token_type
+        lambda whole: whole.replace((262).to_bytes(8, "little") + b"\3\0\0\0", b"\xff" * 7 + b"\x0f\3\0\0\0"),
+    ],
+)
+def test_a_gguf_file_of_a_damaged_header_is_refused(tmp_path, damaged):
+    write_gguf(tmp_path / "small.gguf")
+    whole = (tmp_path / "small.gguf").read_bytes()
+    assert damaged(whole) != whole
+    (tmp_path / "small.gguf").write_bytes(damaged(whole))
+    with pytest.raises(ConfigError, match=r"small\.gguf is damaged: "):
+        open_source(str(tmp_path / "small.gguf"))
+
+
+@pytest.mark.timeout(300)
+def test_a_gguf_file_with_one_flipped_bit_is_converted_or_refused(tmp_path):
+    write_gguf(tmp_path / "small.gguf")
+    whole = (tmp_path / "small.gguf").read_bytes()
+    for at in [*range(0, 24), *range(24, 600, 23), *range(9000, 12000, 101)]:
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        (tmp_path / "flipped.gguf").write_bytes(flipped)
+        with contextlib.suppress(ConfigError):
+            source = open_source(str(tmp_path / "flipped.gguf"))
+            for name in source.shapes:
+                source.read(name)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff", b"[" * 100_000, b"{"])
+def test_a_damaged_config_json_is_refused(tmp_path, content):
+    save_model(model(), tmp_path)
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json is damaged: "):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("rope_scaling", 5),
+        ("rope_parameters", 5),
+        ("model_type", ["a"]),
+        ("max_position_embeddings", "x"),
+        ("head_dim", [1]),
+        ("num_attention_heads", "two"),
+        ("num_attention_heads", 0),
+        ("hidden_size", None),
+    ],
+)
+def test_a_config_json_of_wrong_values_is_refused(tmp_path, key, value):
+    save_model(model(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        open_source(str(tmp_path))
 
 
 def test_a_directory_is_converted_there_and_back_bit_equal(tmp_path, capfd):

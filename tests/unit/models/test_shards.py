@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,23 @@ def test_what_is_no_file_of_weights_is_named(tmp_path):
         load_model(SIZES, tmp_path)
     (tmp_path / INDEX_FILE).write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(ConfigError, match=r"has no gone.safetensors"):
+        load_model(SIZES, tmp_path)
+
+
+@pytest.mark.parametrize("name", [5, None, "", ".", "..", "a\0b", ["a"], "n" * 300])
+def test_an_index_of_names_that_no_file_has_is_refused(tmp_path, name):
+    save_model(model(), tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_model(SIZES, tmp_path)
+
+
+def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / WEIGHTS_FILE).mkdir()
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        load_model(SIZES, tmp_path)
+    (tmp_path / INDEX_FILE).mkdir()
+    with pytest.raises(ConfigError, match="is no index"):
         load_model(SIZES, tmp_path)
 
 
