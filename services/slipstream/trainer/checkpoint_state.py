@@ -72,8 +72,16 @@ def _cause(error: BaseException) -> str:
     return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in failures.items()) or str(error)
 
 
-def load(model: Model, optimizer: ModelOptimizer, others: Mapping[str, Tensor], directory: Path) -> None:
+def load(
+    model: Model,
+    optimizer: ModelOptimizer,
+    others: Mapping[str, Tensor],
+    directory: Path,
+    section: str = "trainer.optim",
+) -> None:
     """Bring a model and its optimizer to a checkpoint, whichever ranks wrote it. Collective where there are ranks.
+
+    `section` configures the optimizer.
 
     Raises:
         ConfigError: the checkpoint is of another model or optimizer.
@@ -85,7 +93,7 @@ def load(model: Model, optimizer: ModelOptimizer, others: Mapping[str, Tensor], 
     wrong = sorted(saved ^ weights.keys()) or [n for n in weights if tuple(weights[n].shape) != reader.shapes[n]]
     if wrong:
         raise ConfigError(f"{directory} is of another model: {', '.join(wrong[:3])}")
-    states = _empty_states(optimizer, reader, directory)
+    states = _empty_states(optimizer, reader, directory, section)
     moments = {f"{_OPTIMIZER}{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     random = {
         name: torch.zeros(reader.shapes[name], dtype=torch.uint8) for name in _random_states() if name in reader.shapes
@@ -134,7 +142,7 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _empty_states(
-    optimizer: ModelOptimizer, reader: SafetensorsReader, directory: Path
+    optimizer: ModelOptimizer, reader: SafetensorsReader, directory: Path, section: str
 ) -> dict[str, dict[str, Tensor]]:
     """Room for the optimizer's state as it was saved, each moment placed as its parameter."""
     states: dict[str, dict[str, Tensor]] = {}
@@ -148,9 +156,13 @@ def _empty_states(
         dtype = reader.dtypes[full_name]
         like = torch.zeros_like(parameter.detach(), dtype=dtype)
         states.setdefault(name, {})[key] = like if shape else torch.zeros((), dtype=dtype, device=parameter.device)
-    kinds = {key for state in states.values() for key in state}
-    if states and not kinds <= optimizer.state_keys:
-        raise ConfigError(f"{directory} is of another optimizer: it has {', '.join(sorted(kinds))}")
+    for name, state in states.items():
+        kept = optimizer.state_keys(name)
+        if state.keys() != kept:
+            raise ConfigError(
+                f"{directory} is of another optimizer: of {name} it has {', '.join(sorted(state))}, and "
+                f'{section}.algorithm = "{optimizer.algorithm}" keeps {", ".join(sorted(kept))}'
+            )
     return states
 
 

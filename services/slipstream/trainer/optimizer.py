@@ -95,11 +95,14 @@ class ModelOptimizer:
                 optimizer.state[parameter] = state
 
     @property
-    def state_keys(self) -> set[str]:
-        """Names that its state may have."""
-        adamw = {"step", "exp_avg", "exp_avg_sq"}
-        kinds = [adamw if isinstance(each, torch.optim.AdamW) else {"momentum_buffer"} for each in self._optimizers]
-        return {key for each in kinds for key in each}
+    def algorithm(self) -> str:
+        """As configured."""
+        return self._config.algorithm
+
+    def state_keys(self, name: str) -> set[str]:
+        """What a parameter's own optimizer keeps of it, by the names in `state`."""
+        optimizer, _ = self._optimizer_of(name)
+        return {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         optimizer, parameter = self._optimizer_of(name)

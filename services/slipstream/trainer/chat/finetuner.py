@@ -77,7 +77,7 @@ class Finetuner:
         if saved is None:
             return 0
         plan = torch.zeros_like(self._plan)
-        load(self.model, self._optimizer, {PLAN: plan}, saved.path)
+        load(self.model, self._optimizer, {PLAN: plan}, saved.path, "optim")
         step = saved.version.step
         if not torch.equal(plan, self._plan):
             raise ValueError(f"the checkpoint of step {step} learned from other data, or in other steps")
