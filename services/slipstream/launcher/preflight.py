@@ -39,9 +39,13 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
     if trainer.initial_model is None:
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
+    _shared_out(trainer, sizes, origins)
     if start.loss.type == "distillation":
         teacher_sizes(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
     _own_code(config, origins)
+    _model(trainer, sizes, origins)
+    if workers_here:
+        _resumed(config, origins)
     if machine and workers_here:
         check_engines(config, origins)
     if machine:
@@ -75,6 +79,47 @@ def _own_code(config: RunConfig, origins: Origins) -> None:
             sentence = _ask(f"slipstream.{service}.{name}_probe", asked, f"{where}: {section.path}", str)
             if sentence:
                 raise ConfigError(f"{where}: {shorten(sentence)}")
+
+
+def _shared_out(trainer: Any, sizes: Sizes, origins: Origins) -> None:
+    """Whether the trainer's ranks can share the model."""
+    try:
+        trainer.parallel.layout(trainer.nproc).check_sizes(sizes)
+    except ValueError as error:
+        field, _, sentence = str(error).partition(": ")
+        raise ConfigError(f"{origins.located(f'trainer.parallel.{field}', 'trainer.nproc')}: {sentence}") from None
+
+
+def _model(trainer: Any, sizes: Sizes, origins: Origins) -> None:
+    """Look for what is to be trained in the model, in another process: that takes torch."""
+    if trainer.lora is None and trainer.fp8 is None and not trainer.optim.groups:
+        return
+    asked = {
+        "architecture": sizes.architecture,
+        "sizes": sizes.to_hf(),
+        "lora": trainer.lora and trainer.lora.model_dump(mode="json"),
+        "fp8": trainer.fp8 and trainer.fp8.model_dump(mode="json"),
+        "groups": [group.model_dump(mode="json") for group in trainer.optim.groups],
+    }
+
+    def pairs(answer: Any) -> list[tuple[str, str]]:
+        return [(str(key), str(sentence)) for key, sentence in answer]
+
+    what = f"{origins.located('model.architecture')}: models of {sizes.architecture}"
+    for key, sentence in _ask("slipstream.trainer.model_probe", asked, what, pairs):
+        raise ConfigError(f"{located(origins.place(key.split('.')), key)}: {shorten(sentence)}")
+
+
+def _resumed(config: RunConfig, origins: Origins) -> None:
+    """Whoever starts the processes elsewhere restarts them; here the launcher does, or nobody."""
+    trainer: Any = config.section("trainer")
+    every = trainer.checkpoint.interval_steps
+    if every and config.launcher.restart == "never":
+        where = origins.located("trainer.checkpoint.interval_steps", "launcher.restart")
+        raise ConfigError(
+            f'{where} is {every}, and with launcher.restart = "never" no trainer resumes from a checkpoint; '
+            'set launcher.restart = "on_failure", or trainer.checkpoint.interval_steps = 0'
+        )
 
 
 def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:

@@ -67,7 +67,8 @@ def extend(module: nn.Module, mixin: type) -> bool:
 
 def start_of(tensor: Tensor) -> int:
     """Names the memory of a tensor and of its views."""
-    return tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata  # on "meta" there is no address
 
 
 def owners(model: Any) -> dict[int, tuple[nn.Module, str, nn.Parameter]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from slipstream.models.base import Model
+from slipstream.common.config import ConfigError
+from slipstream.models.base import Model, Sizes
 from slipstream.models.registry import find_architecture, load_sizes
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import move_into_place, sizes_at_start
@@ -43,6 +44,7 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
         status.activity, status.fraction_done = "sft", progress.fraction_done
         status.metrics = sft_figures(progress)
 
+    check_model(config, sizes_at_start(config))
     world, figures = meet(config), {}
     if resumed:
         sizes = load_sizes(config.model_dir)
@@ -65,6 +67,18 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
     passes = passes_of(config.compute)
     learner = Learner(model, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
     return learner, figures
+
+
+def check_model(config: TrainerConfig, sizes: Sizes) -> None:
+    """Raise `ConfigError` for a setting that a model of these sizes does not allow, before there is one."""
+    from slipstream.trainer.model_probe import problems
+
+    try:
+        config.parallel.layout(config.group.rank_count).check_sizes(sizes)
+    except ValueError as error:
+        raise ConfigError(f"trainer.parallel.{error}") from None
+    for key, sentence in problems(sizes, config.lora, config.fp8, config.optim.groups):
+        raise ConfigError(f"{key}: {sentence}")
 
 
 def _await_model(config: TrainerConfig, world: World, status: Status) -> Model:

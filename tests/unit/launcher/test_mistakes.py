@@ -200,6 +200,17 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--environments.1.sandbox-wall-s=601", "--environments.1.sandbox-wall-s is 601, above sandbox.max_limits.wall_s = 600"),
         ("--orchestrator.runner-lease-ttl-s=1", "--orchestrator.runner-lease-ttl-s is 1; runners report each second"),
         ("--orchestrator.keeper.away-after-s=1", "--orchestrator.keeper.away-after-s is 1; it must exceed orchestrator.keeper.poll_interval_s = 1"),
+        ("--trainer.nproc=3 --trainer.parallel.expert=3", "--trainer.parallel.expert: 3 ranks cannot share 4 experts evenly"),
+        ("--trainer.nproc=3 --trainer.parallel.context=3", "--trainer.parallel.context: 3 ranks cannot share 4 heads and 2 key-value heads evenly"),
+        ("--trainer.lora.targets=[\"nope\"]", "--trainer.lora.targets: the model has no 'nope'; it has down_proj, gate_proj, "),
+        ("--trainer.lora.targets=[\"mlp\"]", "--trainer.lora.targets: the model has nothing of mlp"),
+        ("--trainer.lora.targets=[\"q_proj\"]", "--trainer.lora.targets: q_proj, k_proj, v_proj are one matrix: name all or none"),
+        ("--trainer.fp8.targets=[\"nope\"]", "--trainer.fp8.targets: the model has no 'nope'; it has down_proj, gate_proj, "),
+        ("--trainer.optim.groups=[{pattern=\"nope\"}]", "trainer.optim.groups.0.pattern: 'nope' matches none of the "),
+        ("--trainer.optim.groups=[{pattern=\"norm\"}] --trainer.lora.rank=4", "trainer.optim.groups.0.pattern: 'norm' matches none of the "),
+        ("--trainer.checkpoint.interval-steps=5", '--trainer.checkpoint.interval-steps is 5, and with launcher.restart = "never" no trainer resumes from a checkpoint'),
+        ("--trainer.nproc=2 --trainer.lora.rank=4", "trainer.lora.publish: several ranks publish merged weights"),
+        ("--trainer.nproc=2 --trainer.lora.publish=adapter", "--trainer.lora.publish: several ranks publish merged weights"),
         ("--environments.1.name=spell_backward", "environments: names must differ"),
         ("--environments.0.min-word-len=9", "--environments.0.min-word-len"),
         ("--model.vocab-size=50", "--model.vocab-size is 50; the tokenizer has 1"),
@@ -211,6 +222,17 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
 def test_settings_that_cannot_work_together_are_refused_before_any_start(refused, flags, says):
     said = refused("@", "base.toml", *flags.split())
     assert says in said
+
+
+def test_settings_that_fit_the_model_pass(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").write_text(BASE)
+    shared = ["--trainer.nproc=4", "--trainer.parallel.expert=4", "--trainer.parallel.context=2"]
+    trained = ["--trainer.lora.publish=merged", '--trainer.fp8.targets=["experts"]', "--trainer.probe-tolerance=1"]
+    rest = ['--trainer.optim.groups=[{pattern="lora_b"}]', "--trainer.checkpoint.interval-steps=5"]
+    with pytest.raises(SystemExit) as caught:
+        main(["rl", "@", "base.toml", *shared, *trained, *rest, "--launcher.restart=on_failure", "--dry-run"])
+    assert caught.value.code == 0, capsys.readouterr().err
 
 
 def test_a_run_on_vllm_where_that_is_not_installed_is_told_what_to_type(refused, monkeypatch):

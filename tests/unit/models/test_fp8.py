@@ -184,7 +184,7 @@ def test_adapters_on_top_are_exact_and_get_the_gradient_of_what_is_rounded_below
 def test_targets_are_groups_or_projections():
     made = model(Fp8Config(targets=("experts",)))
     assert type(made.layers["0"].attention.wo).__name__ == "Linear"
-    with pytest.raises(ConfigError, match=r"fp8.targets: the model has no 'q_prj'"):
+    with pytest.raises(ConfigError, match=r"trainer\.fp8\.targets: the model has no 'q_prj'"):
         model(Fp8Config(targets=("q_prj",)))
 
 

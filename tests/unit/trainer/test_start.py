@@ -89,6 +89,32 @@ def test_the_same_seed_starts_the_same(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"lora": {"targets": ["nope"]}}, r"trainer\.lora\.targets: the model has no 'nope'"),
+        ({"fp8": {"targets": ["nope"]}}, r"trainer\.fp8\.targets: the model has no 'nope'"),
+        ({"optim": {"groups": [{"pattern": "nope"}]}}, r"trainer\.optim\.groups\.0\.pattern: 'nope' matches none of"),
+        (
+            {"parallel": {"expert": 3}, "group": {"rank_count": 3}},
+            r"trainer\.parallel\.expert: 3 ranks cannot share 4 experts",
+        ),
+        (
+            {"parallel": {"context": 3}, "group": {"rank_count": 3}},
+            r"trainer\.parallel\.context: 3 ranks cannot share 2 heads",
+        ),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_before_there_is_one(tmp_path, fields, says):
+    given = TrainerConfig.model_validate({**config(tmp_path).model_dump(), **fields})
+    prepare_model_dir(given)
+    status = Status()
+    with pytest.raises(ConfigError, match=says):
+        start(given, status)
+    assert status.activity != "sft"
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
 async def test_a_stop_ends_the_warm_up(tmp_path):
     status = Status()
     status.stop.set()

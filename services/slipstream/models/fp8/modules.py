@@ -82,7 +82,7 @@ def convert(model: Model, config: Fp8Config) -> None:
     try:
         names = chosen(views, config.targets)
     except ValueError as error:
-        raise ConfigError(f"fp8.targets: {error}") from None
+        raise ConfigError(f"trainer.fp8.targets: {error}") from None
     for start in {start_of(views[name]) for name in names}:
         module, name, _ = parameters[start]
         if extend(module, Fp8Linear if name == "weight" else Fp8Experts):

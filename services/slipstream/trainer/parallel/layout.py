@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.models.base import Sizes
+
 ContextKind = Literal["ulysses", "ring"]
 """How attention sees the tokens of other ranks: heads are exchanged for tokens, or keys and values go round."""
 
@@ -55,3 +57,13 @@ class Layout:
             raise ValueError(
                 f"context: {self.context} ranks cannot share {n_heads} heads and {n_kv_heads} key-value heads evenly"
             )
+
+    def check_experts(self, n_experts: int) -> None:
+        """Raise `ValueError` where experts cannot be spread."""
+        if n_experts % self.expert:
+            raise ValueError(f"expert: {self.expert} ranks cannot share {n_experts} experts evenly")
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise `ValueError` where a model of these sizes cannot be shared out."""
+        self.check_heads(sizes.n_heads, sizes.n_kv_heads)
+        self.check_experts(sizes.n_experts)
