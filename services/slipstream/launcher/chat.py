@@ -140,7 +140,7 @@ def _of_trainer(config: ChatRunConfig, run: RunDir) -> ChatConfig:
 def _told(run: RunDir, code: int | None) -> int:
     """Say how it ended."""
     resume = f"go on with: {PROGRAM} {RESUME} {shown(run.path)}"
-    if (run.path / "model" / "config.json").exists():
+    if not code and (run.path / "model" / "config.json").exists():
         print(f"{run.name} finished: the model is in {shown(run.path / 'model')}")
         return 0
     number = code - SIGNALLED if code is not None and code > SIGNALLED else None

@@ -73,6 +73,9 @@ def sizes_at_start(config: TrainerConfig, where: str = "trainer.initial_model") 
         given = read_config(config.initial_model)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    kind = given.get("model_type")
+    if isinstance(kind, str) and kind in BUILT_IN and architecture in BUILT_IN and kind != architecture:
+        raise ConfigError(f'{where} is of the model_type "{kind}": it takes model.architecture = "{kind}"')
     context = given.get("max_position_embeddings", sys.maxsize)
     if not isinstance(context, int | float):
         raise ConfigError(f"{where}: {CONFIG_FILE}: max_position_embeddings is {str(context)[:40]!r}, not a number")

@@ -29,3 +29,12 @@ def test_another_end_is_told_with_its_cause(tmp_path, capsys, code, said):
     found = capsys.readouterr()
     assert said in found.err
     assert not found.out
+
+
+def test_a_run_that_had_finished_and_cannot_go_on_is_not_told_as_finished(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert _told(RunDir(tmp_path), 0) == 0
+    assert "finished: the model is in" in capsys.readouterr().out
+    assert _told(RunDir(tmp_path), 1) == 1
+    assert "ended with code 1" in capsys.readouterr().err

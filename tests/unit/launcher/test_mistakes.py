@@ -261,7 +261,7 @@ def test_a_model_directory_without_its_files_is_refused(refused, tmp_path):
     for name in ("tokenizer.json", "model.safetensors"):
         (run / "model" / name).write_text("{}")
     said = refused("@", "base.toml", "--trainer.initial-model", "run/model")
-    assert said.endswith("config.json cannot be used: model_type is 'llama', and only 'qwen3_moe' is built")
+    assert said.endswith('is of the model_type "llama": it takes model.architecture = "llama"')
     (run / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     assert "config.json has no 'vocab_size'" in refused("@", "base.toml", "--trainer.initial-model", "run/model")
 
