@@ -69,7 +69,8 @@ def test_training_starts_from_a_directory_in_hugging_faces_form(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "llama"}, 'model.architecture = "llama"'),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
