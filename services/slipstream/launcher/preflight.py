@@ -101,12 +101,8 @@ def _model(trainer: Any, sizes: Sizes, origins: Origins) -> None:
         "fp8": trainer.fp8 and trainer.fp8.model_dump(mode="json"),
         "groups": [group.model_dump(mode="json") for group in trainer.optim.groups],
     }
-
-    def pairs(answer: Any) -> list[tuple[str, str]]:
-        return [(str(key), str(sentence)) for key, sentence in answer]
-
     what = f"{origins.located('model.architecture')}: models of {sizes.architecture}"
-    for key, sentence in _ask("slipstream.trainer.model_probe", asked, what, pairs):
+    for key, sentence in _ask("slipstream.trainer.model_probe", asked, what, _pairs):
         raise ConfigError(f"{located(origins.place(key.split('.')), key)}: {shorten(sentence)}")
 
 
@@ -133,15 +129,16 @@ def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path
     }
     imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
     what = f"{origins.located('environments')}: {', '.join(imported) or 'the built-in ones'}"
-
-    def pairs(answer: Any) -> list[tuple[str, str]]:
-        return [(str(name), str(sentence)) for name, sentence in answer]
-
-    found = _ask("slipstream.launcher.environment_probe", asked, what, pairs)
+    found = _ask("slipstream.launcher.environment_probe", asked, what, _pairs)
     for name, sentence in found:
         index = next((str(i) for i, e in enumerate(config.environments) if e.name == name), name)
         where = located(origins.place(["environments", index]), f"environments.{name}")
         raise ConfigError(f"{where}: {shorten(sentence)}")
+
+
+def _pairs(answer: Any) -> list[tuple[str, str]]:
+    """What a probe found wrong: where, and a sentence."""
+    return [(str(where), str(sentence)) for where, sentence in answer]
 
 
 def _ask(module: str, asked: dict[str, Any], what: str, read: Callable[[Any], T]) -> T:
