@@ -62,8 +62,8 @@ class HoldingEngine:
         """Swaps asked of the engine."""
         self.decodes: list[DecodeRequest] = []
         """All that were asked of it."""
-        self.batches_sent = 0
-        """Lists of chunks that whoever asked has taken."""
+        self.tokens_sent = 0
+        """Of all samples, in lists of chunks that whoever asked has taken."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -80,7 +80,7 @@ class HoldingEngine:
         async with aclosing(self._engine.decode_batches(request, flush_s)) as batches:
             async for chunks in batches:
                 yield chunks
-                self.batches_sent += 1
+                self.tokens_sent += sum(len(chunk.token_ids) for chunk in chunks)
 
     def pace(self, step_s: float) -> None:
         """Make every step of an embedded engine take that much longer, so that a turn can be met half-way."""
