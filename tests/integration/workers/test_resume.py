@@ -133,7 +133,7 @@ async def test_rows_of_tokens_that_other_weights_computed_again_are_unknown(clus
     slow(cluster)
     prompt = PROMPT[:4]  # shorter than a block, so that nothing is cached: all KV is the new weights'
     running = asyncio.create_task(turns.ask(prompt, samples=1, max_new_tokens=COUNT))
-    dying = await sending(cluster)
+    dying = await sending(cluster, least_tokens=22)
     await cluster.publish(V2)
     for member in cluster.members:
         if member is not dying:
