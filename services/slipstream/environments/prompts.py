@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Environment, Task
 from slipstream.environments.chat_template import ChatTemplate
-from slipstream.environments.config import BaseEnvironmentConfig
+from slipstream.environments.config_base import BaseEnvironmentConfig
 
 
 class Prompts:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
-from slipstream.environments.config import SequencedConfig
+from slipstream.environments.config_base import SequencedConfig
 from slipstream.orchestrator.advantage_config import AdvantageConfig, GroupNormalizedConfig
 from slipstream.orchestrator.tracking.config import AnyTracker
 
