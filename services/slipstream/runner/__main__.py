@@ -30,7 +30,8 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     address = config.listen.address(config.listen.port)
     spool = Spool(config.spool_limit_bytes)
     rollout_log = RolloutLog(
-        config.run_dir / "rollouts" / f"{config.replica or 'runner'}.jsonl",
+        config.run_dir / "rollouts",
+        config.replica or "runner",
         config.rollout_log_limit_bytes,
         config.rollout_buffer_bytes,
     )

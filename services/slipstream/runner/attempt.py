@@ -7,6 +7,7 @@ The router leaves Prefill out where the decode worker may compute the prompt its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from slipstream.engine.hashing import block_hashes
 from slipstream.runner import telemetry
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout, Segment
+from slipstream.runner.rollout_record import Timings
 from slipstream.runner.watch import WorkerWatch
 
 log = structlog.get_logger()
@@ -76,6 +78,8 @@ class TurnAttempt:
         self._prefilling = self._decoding = False
         self._prompt_routes: types_pb2.RowsRef | None = None
         self._cached_token_count = 0
+        self._timings = Timings()
+        self._decoding_since_s = 0.0
         first = next(iter(rollouts.values()))
         self._token_ids = list(first.token_ids)
         self._first_route_position = first.first_route_position
@@ -122,6 +126,7 @@ class TurnAttempt:
 
     async def _place_prefill_decode(self, avoid: Sequence[str]) -> None:
         assignment = self._assignment
+        asked_s = time.monotonic()
         self.placement = placement = await self._peers.router.Place(
             routing_pb2.PlaceRequest(
                 request_id=self.request_id,
@@ -135,6 +140,8 @@ class TurnAttempt:
             ),
             timeout=PLACE_TIMEOUT_S,
         )
+        placed_s = time.monotonic()
+        self._timings.queue_s = placed_s - asked_s
         prompt = prefill_pb2.Prompt(new_token_ids=self._token_ids)
         kv: prefill_pb2.KvHandle | None = None
         if placement.HasField("prefill"):
@@ -145,6 +152,8 @@ class TurnAttempt:
             if prefilled.HasField("routes"):
                 self._prompt_routes = prefilled.routes
         self._decoding = True
+        self._decoding_since_s = time.monotonic()
+        self._timings.prefill_s = self._decoding_since_s - placed_s
         stream = self._peers.decode(placement.decode.address).Decode(self._decode_request(prompt, kv))
         indexes = list(self._rollouts)
         async for message in stream:
@@ -201,6 +210,7 @@ class TurnAttempt:
 
         Where nothing came, nothing is kept: the next request is as this one.
         """
+        self._add_timings()
         references = self._references()
         dispatched_at = PolicyVersion.from_proto(self._assignment.dispatch_version)
         untrusted = sum(segment.cut_untrusted(dispatched_at) for segment in self.segments.values())
@@ -218,6 +228,15 @@ class TurnAttempt:
             self._rollouts[index].take(segment, prompt_routes, self._assignment.sampling)
         taken = {(ref.holder, ref.key) for rollout in self._rollouts.values() for ref in rollout.routes}
         return [ref for ref in references if (ref.holder, ref.key) not in taken]
+
+    def _add_timings(self) -> None:
+        now_s = time.monotonic()
+        for index, segment in self.segments.items():
+            timings = self._rollouts[index].timings
+            timings.add(self._timings)
+            if self._decoding:
+                ended_s = now_s if segment.ended_s is None else segment.ended_s
+                timings.decode_s += ended_s - self._decoding_since_s
 
     def _references(self) -> list[types_pb2.RowsRef]:
         candidates = [self._prompt_routes, *(segment.routes for segment in self.segments.values())]

@@ -48,7 +48,8 @@ class RunnerConfig(ServiceConfig):
     """Finished groups are collected for this long before they are reported together, in seconds."""
 
     rollout_log_limit_bytes: int = Field(default=256 * 2**20, ge=4096)
-    """Bytes of this runner's rollouts on disk, evaluations apart; the older half goes when they are reached."""
+    """Bytes of this runner's rollouts on disk, compressed; the older half goes when they are reached. Those of
+    evaluations may take as many again."""
 
     rollout_buffer_bytes: int = Field(default=64 * 2**20, ge=2**20)
     """Rollouts that wait in memory while the disk is full, in bytes. No group is taken meanwhile."""

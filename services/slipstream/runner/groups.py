@@ -12,11 +12,11 @@ import structlog
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import SlipstreamError
-from slipstream.common.version import PolicyVersion
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import attempt_name
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt, ScoredSample, TaskKey
 from slipstream.runner.rollout import STOP, Rollout
+from slipstream.runner.rollout_record import records_of
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.turns import Conversation, TurnClient
 
@@ -72,7 +72,8 @@ class GroupRunner:
             if assignment.purpose == EXTERNAL:
                 _answer(report, assignment, prompt, conversation.rollouts, scores)
             telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
-            self._write_rollouts(_lines(assignment, prompt, conversation.rollouts, scores))
+            total_s = time.monotonic() - started_s
+            self._write_rollouts(records_of(assignment, prompt, conversation.rollouts, scores, total_s))
         duration_s = time.monotonic() - started_s
         telemetry.group_duration.labels(assignment.environment).observe(duration_s)
         report.duration_ms = int(duration_s * 1000)
@@ -86,7 +87,10 @@ class GroupRunner:
         try:
             await conversation.answer(deadline_s)
             samples = [(rollout.answer, rollout.finish_reason == STOP) for rollout in conversation.rollouts]
+            asked_s = time.monotonic()
             result = await self._environments.score(task_of(assignment), samples)
+            for rollout in conversation.rollouts:
+                rollout.timings.score_s += time.monotonic() - asked_s
             ended = True
             return result
         finally:
@@ -151,32 +155,6 @@ def _answer(
     if sum(record.answer.ByteSize() for record in report.rollouts) > MAX_ANSWER_BYTES:
         for record in report.rollouts:
             record.answer.CopyFrom(runner_pb2.Answer(omitted=True))
-
-
-def _lines(
-    assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt, rollouts: list[Rollout], scores: list[ScoredSample]
-) -> list[dict[str, Any]]:
-    """What `rollouts/*.jsonl` keeps of each sample."""
-    return [
-        {
-            "time_s": round(time.time(), 3),
-            "group_id": assignment.group_id,
-            "attempt": assignment.attempt,
-            "sample": index,
-            "purpose": runner_pb2.GroupPurpose.Name(assignment.purpose).removeprefix("GROUP_PURPOSE_").lower(),
-            "environment": assignment.environment,
-            "task_index": assignment.task_index,
-            "dispatch_version": str(PolicyVersion.from_proto(assignment.dispatch_version)),
-            "prompt": prompt.text,
-            "completion": score.text,
-            "reward": score.reward,
-            "correct": score.correct,
-            **({"detail": score.detail} if score.detail else {}),
-            "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
-            "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
-        }
-        for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True))
-    ]
 
 
 def refs_of(report: runner_pb2.GroupReport) -> tuple[list[str], list[types_pb2.RowsRef]]:

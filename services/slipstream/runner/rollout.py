@@ -8,12 +8,14 @@ unknown elsewhere. A row that was referred to is never asked for again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.api.inference.v1 import decode_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
+from slipstream.runner.rollout_record import Timings
 
 UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 STOP = types_pb2.FINISH_REASON_STOP
@@ -30,6 +32,8 @@ class Segment:
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[types_pb2.VersionSpan] = field(default_factory=list[types_pb2.VersionSpan])
     finish_reason: types_pb2.FinishReason = UNFINISHED
+    ended_s: float | None = None
+    """When its end came, in `time.monotonic()` terms."""
     routes: types_pb2.RowsRef | None = None
     """Rows from the last prompt token to the last but one of the tokens here."""
 
@@ -38,7 +42,7 @@ class Segment:
         self.logprobs.extend(chunk.logprobs)
         add_spans(self.spans, chunk.spans)
         if chunk.finish_reason:
-            self.finish_reason = chunk.finish_reason
+            self.finish_reason, self.ended_s = chunk.finish_reason, time.monotonic()
             if chunk.HasField("routes"):
                 self.routes = chunk.routes
 
@@ -77,6 +81,7 @@ class Rollout:
         self.routes: list[types_pb2.RowsRef] = []
         self.finish_reason: types_pb2.FinishReason = UNFINISHED
         """Of the current turn, once it has ended."""
+        self.timings = Timings()
         self.cached_token_count = 0
         self.prefix_query_token_count = 0
         self.first_route_position = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import base64
 import struct
 import zlib
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.compressed_lines import read_compressed
 from slipstream.common.errors import EngineFull, KvTransferFailed, WorkerStale, from_rpc_error
 from slipstream.common.runtime import ServiceFailed
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
@@ -42,9 +43,17 @@ async def test_a_group_runs_to_a_report_whose_rows_can_be_fetched(world: Any, tm
 
     assert world.workers["decode-1"].decodes[0].sampling.stop_token_ids == [CODEC.end_id]
     await world.until(lambda: world.router.released == ["place/g1.1.1"])
-    line = json.loads((tmp_path / "rollouts" / "runner-1.jsonl").read_text().splitlines()[0])
+    path = tmp_path / "rollouts" / "runner-1.jsonl.zst"
+    await world.until(path.exists)  # they are gathered for a while
+    line = next(read_compressed(path))
     assert (line["prompt"], line["completion"], line["versions"]) == ("count to 7\n", "7", [[2, "1.3"]])
-    assert line["detail"] == "7 was asked for"
+    assert (line["detail"], line["purpose"], line["turns"]) == ("7 was asked for", "training", 1)
+    assert (line["token_ids"], line["loss_ranges"]) == (tokens, [[len(PROMPT), len(tokens)]])
+    assert base64.b64decode(line["logprobs_base64"]) == struct.pack("<2f", -0.5, -1.0)
+    assert line["timings"].keys() == {"queue_s", "prefill_s", "decode_s", "tools_s", "score_s", "total_s"}
+    parts_s = sum(each for name, each in line["timings"].items() if name != "total_s")
+    assert 0 < parts_s <= line["timings"]["total_s"] + 0.001
+    assert "routes" not in line
 
 
 async def test_a_row_stream_resumes_from_its_offset(world: Any) -> None:

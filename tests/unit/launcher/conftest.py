@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.common.compressed_lines import encode_frame, encode_line
 from slipstream.launcher.rundir import RunDir
 
 BEGIN_S = 1_800_000_000.0
@@ -19,6 +20,11 @@ TRAIN_BEGIN_S = BEGIN_S + 60
 def write_lines(path: Path, records: list[dict[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_rollouts(path: Path, records: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_frame([encode_line(record) for record in records]))
 
 
 def write_run(path: Path, *, steps: int = 120, step_s: float = 1.0) -> RunDir:
@@ -113,7 +119,7 @@ def _write_rollouts(path: Path, steps: int) -> None:
             records.append({"purpose": "evaluation", "environment": "make_number", "task_index": index,
                             "dispatch_version": version, "prompt": f"{17 + index} =",
                             "completion": f"8+9+{index}" if right else "8*<2", "correct": right})  # fmt: skip
-    write_lines(path / "rollouts" / "runner-1.jsonl", records)
+    write_rollouts(path / "rollouts" / "runner-1.evaluation.jsonl.zst", records)
 
 
 @pytest.fixture
@@ -124,3 +130,8 @@ def synthetic_run(tmp_path: Path) -> RunDir:
 @pytest.fixture(name="write_lines")
 def write_lines_fixture() -> Callable[[Path, list[dict[str, object]]], None]:
     return write_lines
+
+
+@pytest.fixture(name="write_rollouts")
+def write_rollouts_fixture() -> Callable[[Path, list[dict[str, object]]], None]:
+    return write_rollouts

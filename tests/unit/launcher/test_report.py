@@ -191,8 +191,8 @@ def test_the_axis_of_the_mismatch_ends_where_rounding_begins(tmp_path, write_lin
     assert ">1e-17</text>" not in page
 
 
-def test_what_the_model_wrote_is_escaped(synthetic_run, write_lines):
-    write_lines(synthetic_run.path / "rollouts" / "runner-1.jsonl", [
+def test_what_the_model_wrote_is_escaped(synthetic_run, write_rollouts):
+    write_rollouts(synthetic_run.path / "rollouts" / "runner-1.evaluation.jsonl.zst", [
         {"purpose": "evaluation", "environment": "spell_backward", "task_index": 1, "dispatch_version": "1.0",
          "prompt": "<script>alert(1)</script>", "completion": "</code>", "correct": False}
     ])  # fmt: skip

@@ -1,0 +1,89 @@
+"""What is kept of a finished rollout for people: text, tokens, versions, reward, times. Not its routes.
+
+Documented in docs/operations.md, field by field.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.version import PolicyVersion
+
+if TYPE_CHECKING:
+    from slipstream.runner.envclient import RenderedPrompt, ScoredSample
+    from slipstream.runner.rollout import Rollout
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where the time of a rollout went, in seconds, over all its turns. What is in none of them is ours: pauses before
+    a turn is placed again, and members of the group that are waited for."""
+
+    queue_s: float = 0.0
+    """Waiting for a placement."""
+    prefill_s: float = 0.0
+    """The prefill worker's queue and its work."""
+    decode_s: float = 0.0
+    """From the request to a decode worker to the end of this sample."""
+    tools_s: float = 0.0
+    """The environment's steps between turns."""
+    score_s: float = 0.0
+    """The environment's verdict, for the whole group."""
+
+    def add(self, other: Timings) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def rounded(self) -> dict[str, float]:
+        return {each.name: round(getattr(self, each.name), 4) for each in fields(self)}
+
+
+def records_of(
+    assignment: runner_pb2.GroupAssignment,
+    prompt: RenderedPrompt,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[ScoredSample],
+    total_s: float,
+) -> list[dict[str, Any]]:
+    """One record a sample. `total_s`: of the group, from its acquisition to its scores."""
+    return [
+        {
+            "time_s": round(time.time(), 3),
+            "group_id": assignment.group_id,
+            "attempt": assignment.attempt,
+            "sample": index,
+            "purpose": runner_pb2.GroupPurpose.Name(assignment.purpose).removeprefix("GROUP_PURPOSE_").lower(),
+            "environment": assignment.environment,
+            "split": assignment.split,
+            "task_index": assignment.task_index,
+            "dispatch_version": str(PolicyVersion.from_proto(assignment.dispatch_version)),
+            "prompt": prompt.text,
+            "completion": score.text,
+            "reward": score.reward,
+            "correct": score.correct,
+            **({"detail": score.detail} if score.detail else {}),
+            "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
+            "turns": len(rollout.sampled),
+            "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
+            "loss_ranges": [list(sampled) for sampled in rollout.sampled],
+            "prompt_token_count": rollout.prompt_token_count,
+            "cached_token_count": rollout.cached_token_count,
+            "token_ids": rollout.token_ids,
+            "logprobs_base64": _sampled_logprobs(rollout),
+            "timings": {**rollout.timings.rounded(), "total_s": round(total_s, 4)},
+        }
+        for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True))
+    ]
+
+
+def _sampled_logprobs(rollout: Rollout) -> str:
+    """Those of the sampled tokens, in order, as little-endian float32: exact, and a tenth of the time of decimals."""
+    values = array("f", [each for start, end in rollout.sampled for each in rollout.logprobs[start:end]])
+    return base64.b64encode(values.tobytes()).decode()
