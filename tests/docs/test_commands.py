@@ -55,7 +55,9 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> subpro
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", ["docs/algorithms.md", "docs/your-environment.md", "docs/your-model.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/algorithms.md", "docs/environments.md", "docs/your-environment.md", "docs/your-model.md"]
+)
 def test_the_commands_of_a_document_do_what_it_says(document, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "shorter.toml").write_text(SHORTER)

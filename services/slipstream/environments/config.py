@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from slipstream.common.config import BaseConfig
 from slipstream.common.imports import PATH_PATTERN
 from slipstream.environments.config_base import BaseEnvironmentConfig
 
@@ -93,23 +94,50 @@ class ExpressionConfig(BaseEnvironmentConfig):
         return self
 
 
+class ProblemSetConfig(BaseConfig):
+    """One data set of reasoning-gym in a mixture of several."""
+
+    name: str = Field(min_length=1)
+    """Its name there; `slipstream environments` lists them."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the problems, relative to the others."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of its configuration."""
+
+
 class ReasoningGymConfig(BaseEnvironmentConfig):
-    """Any data set of reasoning-gym, judged by its own scorer."""
+    """Any data set of reasoning-gym, or several by weight, judged by their own scorers."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     name: str = Field(default="reasoning_gym", pattern=r"^[A-Za-z0-9_.-]+$")
 
-    dataset: str = Field(min_length=1)
-    """Its name there, such as "chain_sum"."""
+    dataset: str = ""
+    """Its name there, such as "chain_sum"; `slipstream environments` lists them."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Fields of its configuration, such as `max_terms`."""
+
+    datasets: list[ProblemSetConfig] = Field(default_factory=list[ProblemSetConfig])
+    """Several data sets instead of one. Which of them a problem is from follows from its number."""
 
     before: str = ""
     """Text before each question."""
 
     after: str = ""
     """Text after each question."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.dataset) == bool(self.datasets):
+            raise ValueError("dataset: give either it or datasets")
+        if self.datasets and self.options:
+            raise ValueError("options: each of datasets has its own")
+        names = [entry.name for entry in self.datasets]
+        if len(set(names)) != len(names):
+            raise ValueError("datasets: their names must differ")
+        return self
 
 
 class ImportedConfig(BaseEnvironmentConfig):
@@ -125,6 +153,20 @@ class ImportedConfig(BaseEnvironmentConfig):
     """Whatever that environment wants to be told."""
 
 
+class EntryPointConfig(BaseEnvironmentConfig):
+    """An environment that an installed package has registered under `slipstream.environments`."""
+
+    type: Literal["entry_point"] = "entry_point"
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+
+    entry_point: str = Field(min_length=1)
+    """The name it is registered by; what that names is called with (this config, seed) and returns an Environment."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Whatever that environment wants to be told."""
+
+
 EnvironmentConfig = Annotated[
-    SpellBackwardConfig | ExpressionConfig | ReasoningGymConfig | ImportedConfig, Field(discriminator="type")
+    SpellBackwardConfig | ExpressionConfig | ReasoningGymConfig | ImportedConfig | EntryPointConfig,
+    Field(discriminator="type"),
 ]

@@ -1,15 +1,17 @@
-"""Any data set of reasoning-gym (https://github.com/open-thought/reasoning-gym), judged by its own scorer."""
+"""Data sets of reasoning-gym (https://github.com/open-thought/reasoning-gym), judged by their own scorers."""
 
 from __future__ import annotations
 
+import difflib
 import random
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.common.config import ConfigError
+from slipstream.common.config_errors import suggest
 from slipstream.environments.base import Completion, Score, Split, Task
-from slipstream.environments.config import ReasoningGymConfig
+from slipstream.environments.config import ProblemSetConfig, ReasoningGymConfig
 from slipstream.environments.tools import Tools
 
 MAX_TRIES = 1000
@@ -30,7 +32,11 @@ class ReasoningGym:
         self._seed = seed
         self._apart = config.evaluation_task_count + VALIDATION_TASKS
         size = self._apart + config.train_task_count
-        self._problems = open_problems(config.dataset, config.options, seed, size, f"environments.{config.name}")
+        where = f"environments.{config.name}"
+        if config.datasets:
+            self._problems = open_mixture(config.datasets, seed, size, where)
+        else:
+            self._problems = open_problems(config.dataset, config.options, seed, size, where)
         self._kept = {self._problems[index]["question"] for index in range(self._apart)}
 
     def task(self, split: Split, index: int) -> Task:
@@ -63,7 +69,7 @@ class ReasoningGym:
             number = self._apart + rng.randrange(self._config.train_task_count)
             if self._problems[number]["question"] not in self._kept:
                 return number
-        raise ValueError(f"{self._config.dataset}: hardly any problem is left to train on; hold fewer out")
+        raise ValueError(f"{self.name}: hardly any problem is left to train on; hold fewer out")
 
     def _score(self, problem: dict[str, Any], completion: Completion) -> Score:
         if not completion.stopped:
@@ -75,13 +81,32 @@ class ReasoningGym:
 
 def open_problems(dataset: str, options: Mapping[str, Any], seed: int, size: int, where: str) -> Any:
     """A data set by its name: problems by number, made when they are asked for. Raises `ConfigError`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # from a dependency of reasoning-gym
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    if dataset not in DATASETS:
-        raise ConfigError(f"{where}: reasoning-gym has no data set {dataset!r}")
+    known = dataset_names()
+    if dataset not in known:
+        near = suggest(difflib.get_close_matches(dataset, known, n=1))
+        hint = near or "; `slipstream environments` lists those there are"
+        raise ConfigError(f"{where}: reasoning-gym has no data set {dataset!r}{hint}")
+    import reasoning_gym
+
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {dataset} refuses its options: {error}") from None
+
+
+def open_mixture(entries: Sequence[ProblemSetConfig], seed: int, size: int, where: str) -> Any:
+    """Several data sets by weight, as one. Raises `ConfigError`."""
+    for entry in entries:  # each by itself, so that a refusal names it
+        open_problems(entry.name, entry.options, seed, size, where)
+    from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
+
+    specs = [DatasetSpec(entry.name, entry.weight, dict(entry.options)) for entry in entries]
+    return CompositeDataset(CompositeConfig(size=size, seed=seed, datasets=specs))
+
+
+def dataset_names() -> list[str]:
+    """Data sets of the installed reasoning-gym, by name; mixtures are `datasets`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # from a dependency of reasoning-gym
+        from reasoning_gym.factory import DATASETS
+    return sorted(name for name in DATASETS if name != "composite")

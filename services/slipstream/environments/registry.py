@@ -1,22 +1,35 @@
-"""From configuration to environments."""
+"""From configuration to environments.
+
+The product's own go by their `type`. A third party's is named by import path, or by the name that an installed package
+registers it under:
+
+    [project.entry-points."slipstream.environments"]
+    vowels = "vowels:Vowels"
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from slipstream.common.config import ConfigError
+from slipstream.common.config_errors import suggest
 from slipstream.common.imports import import_callable
 from slipstream.environments.base import Environment
-from slipstream.environments.config import (
-    EnvironmentConfig,
-    ExpressionConfig,
-    ImportedConfig,
-    ReasoningGymConfig,
-    SpellBackwardConfig,
-)
-from slipstream.environments.expression import Expression
-from slipstream.environments.reasoning_gym import ReasoningGym
-from slipstream.environments.spell_backward import SpellBackward
+from slipstream.environments.config import EntryPointConfig, EnvironmentConfig, ImportedConfig
+
+ENTRY_POINTS = "slipstream.environments"
+"""The group that packages register environments in."""
+
+OWN = {
+    "spell_backward": "slipstream.environments.spell_backward:SpellBackward",
+    "expression": "slipstream.environments.expression:Expression",
+    "reasoning_gym": "slipstream.environments.reasoning_gym:ReasoningGym",
+}
+"""Our own by `type`. Imported when they are built: each brings libraries of its own."""
+
+Factory = Callable[[EnvironmentConfig, int], Environment]
 
 
 def build_environments(configs: Sequence[EnvironmentConfig], seed: int) -> dict[str, Environment]:
@@ -25,22 +38,32 @@ def build_environments(configs: Sequence[EnvironmentConfig], seed: int) -> dict[
     for config in configs:
         if config.name in environments:
             raise ConfigError(f"environments: two are called {config.name!r}")
-        environments[config.name] = _build(config, seed if config.seed is None else config.seed)
+        environments[config.name] = factory_of(config)(config, seed if config.seed is None else config.seed)
     return environments
 
 
-def _build(config: EnvironmentConfig, seed: int) -> Environment:
-    match config:
-        case SpellBackwardConfig():
-            return SpellBackward(config, seed)
-        case ExpressionConfig():
-            return Expression(config, seed)
-        case ReasoningGymConfig():
-            return ReasoningGym(config, seed)
-        case ImportedConfig():
-            return _import(config, seed)
+def factory_of(config: EnvironmentConfig) -> Factory:
+    """What makes an environment. Raises `ConfigError`."""
+    where = f"environments.{config.name}"
+    if isinstance(config, EntryPointConfig):
+        return _registered(config.entry_point, where)
+    return import_callable(config.path if isinstance(config, ImportedConfig) else OWN[config.type], where)
 
 
-def _import(config: ImportedConfig, seed: int) -> Environment:
-    factory: Callable[[ImportedConfig, int], Environment] = import_callable(config.path, f"environments.{config.name}")
-    return factory(config, seed)
+def registered() -> dict[str, metadata.EntryPoint]:
+    """Environments of installed packages, by name; the first of two of a name."""
+    found: dict[str, metadata.EntryPoint] = {}
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, point)
+    return found
+
+
+def _registered(name: str, where: str) -> Factory:
+    points = registered()
+    if name not in points:
+        near = suggest(difflib.get_close_matches(name, points, n=1))
+        if name in OWN:
+            near = f'; it is built in: type = "{name}"'
+        known = ", ".join(sorted(points)) or "none"
+        raise ConfigError(f"{where}: no installed package registers an environment {name!r}{near}; registered: {known}")
+    return import_callable(points[name].value, where)

@@ -38,6 +38,7 @@ usage: slipstream COMMAND
   prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
   certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services
   problems DATASET FILE.jsonl [--count N]...  write problems of reasoning-gym with their answers, for sft
+  environments [--json]                       list the environments that a configuration can name
   convert SOURCE TARGET [--dtype D]           write a model directory: from another one, a GGUF file or a package
   --version                                   print the version
 
@@ -193,6 +194,12 @@ def _problems(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _environments(arguments: list[str]) -> int:
+    from slipstream.environments.listing import run
+
+    return run(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -258,5 +265,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "certs": _certs,
     "convert": _convert,
     "problems": _problems,
+    "environments": _environments,
     "--version": _version,
 }

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Environment
-from slipstream.environments.config import EnvironmentConfig, ImportedConfig
+from slipstream.environments.config import EntryPointConfig, EnvironmentConfig, ImportedConfig
 from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
@@ -94,6 +94,8 @@ def _judge(
 
 
 def _what(config: EnvironmentConfig) -> str:
+    if isinstance(config, EntryPointConfig):
+        return config.entry_point
     return config.path if isinstance(config, ImportedConfig) else config.type
 
 

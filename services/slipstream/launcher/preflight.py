@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
 from slipstream.common.tls import try_certificates
-from slipstream.environments.config import ImportedConfig
+from slipstream.environments.config import EntryPointConfig, ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.preflight_engines import check_engines
@@ -128,6 +128,7 @@ def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path
         "demonstrations": config.sft.enabled and model is None,
     }
     imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
+    imported += [e.entry_point for e in config.environments if isinstance(e, EntryPointConfig)]
     what = f"{origins.located('environments')}: {', '.join(imported) or 'the built-in ones'}"
     found = _ask("slipstream.launcher.environment_probe", asked, what, _pairs)
     for name, sentence in found:

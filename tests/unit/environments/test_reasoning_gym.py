@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
 
@@ -10,7 +12,7 @@ from slipstream.common.config import ConfigError
 from slipstream.environments.base import Completion
 from slipstream.environments.config import ReasoningGymConfig
 from slipstream.environments.problems import run
-from slipstream.environments.reasoning_gym import VALIDATION_TASKS, ReasoningGym
+from slipstream.environments.reasoning_gym import VALIDATION_TASKS, ReasoningGym, dataset_names, open_problems
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tools import Tools
 
@@ -54,11 +56,17 @@ async def test_its_own_scorer_judges_and_only_the_whole_answer_is_right():
 
 def test_a_mixture_names_what_reasoning_gym_refuses():
     for options, said in (
-        ({"dataset": "chain_gum"}, "environments.sums: reasoning-gym has no data set 'chain_gum'"),
+        ({"dataset": "chain_gum"}, "sums: reasoning-gym has no data set 'chain_gum'; did you mean 'chain_sum'?"),
+        ({"dataset": "zzz"}, "no data set 'zzz'; `slipstream environments` lists those there are"),
+        (
+            {"datasets": [{"name": "gdc"}]},
+            "environments.sums: reasoning-gym has no data set 'gdc'; did you mean 'gcd'?",
+        ),
+        ({"datasets": [{"name": "gcd", "options": {"x": 2}}]}, "environments.sums: gcd refuses its options"),
         ({"dataset": "chain_sum", "options": {"terms": 2}}, "environments.sums: chain_sum refuses its options"),
         ({"dataset": "chain_sum", "options": {"min_terms": 0}}, "environments.sums: chain_sum refuses its options"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=re.escape(said)):
             build_environments([ReasoningGymConfig.model_validate({"name": "sums", **options})], 0)
 
 
@@ -79,3 +87,48 @@ def test_problems_are_written_as_conversations_without_a_question_twice(tmp_path
     assert "50 conversations" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no data set 'x'"):
         run(["x", str(file)])
+
+
+def test_several_data_sets_are_mixed_by_weight_and_each_judged_by_its_own_scorer():
+    datasets = [{"name": "gcd", "weight": 3.0}, {"name": "chain_sum", "options": FEW}]
+    mixed = environment(dataset="", options={}, datasets=datasets)
+    kinds = Counter()
+    for index in range(400):
+        shown = mixed.demonstration(index)
+        assert shown is not None
+        kinds["gcd" if "Greatest Common Divisor" in shown[0] else "chain_sum"] += 1
+    assert 250 < kinds["gcd"] < 350
+    again = environment(dataset="", options={}, datasets=datasets)
+    assert [mixed.prompt(mixed.task("train", i)) for i in range(20)] == [
+        again.prompt(again.task("train", i)) for i in range(20)
+    ]
+
+
+async def test_an_answer_to_a_problem_of_a_mixture_earns_its_reward():
+    mixed = environment(dataset="", options={}, datasets=[{"name": "gcd"}, {"name": "chain_sum", "options": FEW}])
+    for index in range(8):
+        task = mixed.task("train", index)
+        answer = mixed._problems[task.payload["number"]]["answer"]
+        right, wrong = await mixed.score(task, [Completion(answer, True), Completion("x", True)], Tools(None))
+        assert (right.reward, right.correct, wrong.correct) == (1.0, True, False)
+
+
+def test_a_section_names_one_data_set_or_several_not_both():
+    for options, said in (
+        ({}, "dataset: give either it or datasets"),
+        ({"dataset": "gcd", "datasets": [{"name": "gcd"}]}, "dataset: give either it or datasets"),
+        ({"datasets": [{"name": "gcd"}], "options": {"a": 1}}, "options: each of datasets has its own"),
+        ({"datasets": [{"name": "gcd"}, {"name": "gcd"}]}, "datasets: their names must differ"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ReasoningGymConfig.model_validate(options)
+
+
+def test_every_data_set_opens_and_holds_its_own_answer_for_right():
+    names = dataset_names()
+    assert len(names) >= 100
+    assert "composite" not in names
+    for name in names:
+        problems = open_problems(name, {}, 3, 50, name)
+        problem = problems[0]
+        assert problem["answer"] is None or problems.score_answer(problem["answer"], problem) == 1.0, name

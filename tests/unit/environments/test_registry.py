@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from slipstream.common.config import ConfigError, load_config
-from slipstream.environments.config import ExpressionConfig, ImportedConfig, SpellBackwardConfig
-from slipstream.environments.registry import build_environments
+from slipstream.environments.config import EntryPointConfig, ExpressionConfig, ImportedConfig, SpellBackwardConfig
+from slipstream.environments.listing import run
+from slipstream.environments.registry import OWN, build_environments
 from slipstream.runner.config import RunnerConfig
 
 
@@ -39,6 +41,50 @@ def test_an_import_path_that_leads_nowhere_is_named(path: str, words: str) -> No
         build_environments([ImportedConfig(name="echo", path=path)], seed=0)
     assert words in str(caught.value)
     assert path in str(caught.value)
+
+
+@pytest.fixture
+def _package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is installed and registers environments."""
+    installed = tmp_path / "echoes-2.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: echoes\nVersion: 2.1\n")
+    lines = "echo = third_party:Echo\ngone = third_party:Missing\n"
+    (installed / "entry_points.txt").write_text(f"[slipstream.environments]\n{lines}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("_package")
+def test_an_environment_is_found_by_the_name_that_an_installed_package_registers() -> None:
+    config = EntryPointConfig(name="mine", entry_point="echo", options={"greeting": "hello"})
+    environment = build_environments([config], seed=3)["mine"]
+    assert environment.prompt(environment.task("train", 5)) == "hello 3 5"
+
+
+@pytest.mark.usefixtures("_package")
+def test_a_name_that_nobody_registers_is_refused_with_those_there_are() -> None:
+    for name, words in (
+        ("ecko", "no installed package registers an environment 'ecko'; did you mean 'echo'?; registered: echo, gone"),
+        ("expression", 'it is built in: type = "expression"'),
+        ("gone", "has no attribute 'Missing'"),
+    ):
+        with pytest.raises(ConfigError, match=r"^environments\.mine: ") as caught:
+            build_environments([EntryPointConfig(name="mine", entry_point=name)], seed=0)
+        assert words in str(caught.value)
+
+
+@pytest.mark.usefixtures("_package")
+def test_what_a_configuration_can_name_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert set(OWN) | {"import", "entry_point"} == set(listed["types"])
+    assert listed["entry_points"]["echo"] == "third_party:Echo"
+    assert {"chain_sum", "gcd"} <= set(listed["reasoning_gym"])
+    assert run([]) == 0
+    shown = capsys.readouterr().out
+    assert "  echo  third_party:Echo, of echoes 2.1" in shown
+    assert f"{len(listed['reasoning_gym'])} in reasoning-gym" in shown
+    assert " chain_sum " in shown
 
 
 def test_two_environments_of_one_name_are_refused() -> None:
