@@ -82,7 +82,7 @@ class RedisMirror:
             # Reads instead of a ping: a client that was idle connects to a new, empty server without a word.
             if await self._redis.get(DISPATCH_VERSIONS) != dispatch:
                 raise StateUnavailable("the server has lost what was written")
-            for runner in self._leases.runners:
+            for runner in (each for each in self._leases.runners if each.epoch):
                 fields = {"groups": str(len(runner.attempts))}
                 await self._redis.acquire(f"runner/{runner.runner_id}", runner.epoch, self._leases.ttl_s, fields)
             self._leases_at = now

@@ -32,6 +32,8 @@ class SealedPlan:
     figures: dict[str, object]
     rows: list[types_pb2.RowsRef]
     """What may be dropped once the step is trained."""
+    attempts: frozenset[tuple[str, int]]
+    """(group_id, attempt) of all groups in it."""
 
     @property
     def rewards(self) -> dict[str, list[float]]:
@@ -108,7 +110,8 @@ class Sealer:
             for micro_batches in ranks
         ]
         rows = [ref for group in groups for record in group.records for ref in record_rows(record)]
-        return SealedPlan(sealed.step, plans, _figures(sealed, groups, tokens, loss_tokens), rows)
+        attempts = frozenset((group.assignment.group_id, group.assignment.attempt) for group in groups)
+        return SealedPlan(sealed.step, plans, _figures(sealed, groups, tokens, loss_tokens), rows, attempts)
 
     def _sequence(
         self, group: ScoredGroup, record: runner_pb2.RolloutRecord, advantage: float, oldest_step: int

@@ -249,7 +249,10 @@ class Sequencer:
     def _taken_before(self, key: AttemptKey) -> bool:
         position = position_of(key[0])
         group = None if position is None else self.machine.group(position)
-        return group is not None and group.attempt == key[1] and group.phase in (Phase.SCORED, Phase.SEALED)
+        if group is not None and group.attempt == key[1] and group.phase in (Phase.SCORED, Phase.SEALED):
+            return True
+        # Rows of trained steps may be asked for again until a checkpoint covers them.
+        return any(key in plan.attempts for step, plan in self.plans.items() if step > self.released_step)
 
     def _acknowledge_everywhere(self, key: AttemptKey) -> None:
         # The report of a cancelled attempt says as well that the engines are done with it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 import grpc
 
@@ -31,6 +32,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         self._state = state
         self._journal = journal
         self._answers = RequestMemory()
+        self._epoch = uuid.uuid4().hex
 
     @ends_on_drain
     async def AcquireGroups(
@@ -64,8 +66,11 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
             self._sequencer.admission_may_have_opened()
         runner.disk_full = request.disk_full
         leases.acknowledge(runner, [_key(attempt) for attempt in request.acknowledged])
-        for attempt in request.running:
-            key = _key(attempt)
+        running = [_key(attempt) for attempt in request.running]
+        leases.claim(runner, running)
+        if runner.orphans and request.reported_to_epoch == self._epoch:
+            self._sequencer.lose(leases.unclaimed(runner))
+        for key in running:
             # What it runs without a lease was given to another or never known: it must stop.
             if key not in runner.attempts and not self._sequencer.reported_lately(key):
                 runner.cancellations.setdefault(key, "SUPERSEDED")
@@ -85,6 +90,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
                 for key, reason in runner.cancellations.items()
             ],
             lease_ttl_ms=self._ttl_ms,
+            orchestrator_epoch=self._epoch,
         )
 
     async def ReportGroups(
@@ -102,10 +108,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         )
 
     def _renew(self, runner_id: str, epoch: str) -> Runner:
-        runner, lost = self._sequencer.leases.renew(runner_id, epoch)
-        if lost:
-            self._sequencer.lose(lost)
-        return runner
+        return self._sequencer.leases.renew(runner_id, epoch)
 
     @property
     def _ttl_ms(self) -> int:

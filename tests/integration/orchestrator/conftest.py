@@ -159,10 +159,12 @@ class World:
             timeout=10,
         )
 
-    async def heartbeat(self, wait_ms: int = 0, acknowledged: tuple[Any, ...] = ()) -> runner_pb2.HeartbeatResponse:
+    async def heartbeat(
+        self, wait_ms: int = 0, acknowledged: tuple[Any, ...] = (), epoch: str = "1", **fields: Any
+    ) -> runner_pb2.HeartbeatResponse:
         return await self.runners.Heartbeat(
             runner_pb2.HeartbeatRequest(
-                runner_id="runner-1", runner_epoch="1", acknowledged=acknowledged, wait_ms=wait_ms
+                runner_id="runner-1", runner_epoch=epoch, acknowledged=acknowledged, wait_ms=wait_ms, **fields
             ),
             timeout=10,
         )

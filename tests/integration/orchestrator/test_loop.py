@@ -246,6 +246,43 @@ async def test_a_dead_runners_groups_go_to_another_as_new_attempts(make_world: M
         assert len(answer.refused) == 1
 
 
+async def test_a_restarted_runner_goes_on_with_what_it_names_and_the_rest_is_lost_at_once(make_world: Make) -> None:
+    async with make_world(runner_lease_ttl_s=60.0) as world:
+        world.publish(0)
+        first = await world.acquire(wait_ms=3000)
+        running = [runner_pb2.GroupAttempt(group_id=first[0].group_id, attempt=1)]
+        answer = await world.heartbeat(epoch="2", running=running)
+        assert not answer.cancellations
+        assert answer.orchestrator_epoch
+        finished = await world.report(world.finished(first[1]), epoch="2")  # its predecessor had got so far
+        assert not finished.refused
+        assert not await world.acquire(epoch="2", wait_ms=0)
+        await world.heartbeat(epoch="2", running=running, reported_to_epoch=answer.orchestrator_epoch)
+        again = await world.acquire(epoch="2", wait_ms=3000)
+        assert [(g.group_id, g.attempt) for g in again] == [(g.group_id, 2) for g in first[2:]]
+        late = await world.report(world.finished(first[0]), world.finished(first[2]), epoch="2")
+        assert [attempt.group_id for attempt in late.refused] == [first[2].group_id]
+
+
+async def test_a_repeated_report_tells_what_is_still_needed(make_world: Make) -> None:
+    async with make_world(total_steps=6, groups_per_step=1) as world:
+
+        async def plan(step: int, checkpoint: int) -> batch_pb2.GetPlanResponse:
+            request = batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=2000, checkpoint_step=checkpoint)
+            return await world.batches.GetPlan(request, timeout=10)
+
+        async def refused(group: runner_pb2.GroupAssignment) -> bool:
+            return bool((await world.report(world.finished(group))).refused)
+
+        world.publish(0)
+        first, second = await world.acquire(2, wait_ms=3000)
+        await world.report(world.finished(first), world.finished(second))
+        await world.train((await plan(1, 0)).plan)
+        assert [await refused(first), await refused(second)] == [False, False]
+        await plan(2, 1)  # the checkpoint covers the first: its rows were released
+        assert [await refused(first), await refused(second)] == [True, False]
+
+
 async def test_reports_plans_and_steps_answer_a_repeat_the_same(make_world: Make) -> None:
     async with make_world() as world:
         world.publish(0)

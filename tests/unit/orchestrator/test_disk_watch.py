@@ -83,7 +83,7 @@ def test_without_a_threshold_the_first_write_without_room_pauses_the_run_and_is_
 
 def test_a_runner_or_the_trainer_that_waits_for_room_pauses_the_run(watched):
     run = watched(0)
-    runner, _ = run.leases.renew("runner-1", "1")
+    runner = run.leases.renew("runner-1", "1")
     runner.disk_full = True
     assert "the rollouts of runner-1 find no room" in run.reason()
     runner.disk_full = False
@@ -97,7 +97,7 @@ def test_a_runner_or_the_trainer_that_waits_for_room_pauses_the_run(watched):
 def test_a_runner_that_died_while_it_waited_holds_up_nobody(watched):
     run = watched(0)
     run.leases.ttl_s = 0.0
-    runner, _ = run.leases.renew("runner-1", "1")
+    runner = run.leases.renew("runner-1", "1")
     runner.disk_full = True
     assert run.reason()
     run.leases.expire()

@@ -15,7 +15,7 @@ def test_a_clock_that_is_set_back_does_not_make_a_new_start_older(tmp_path):
     assert epochs == sorted(set(epochs))
     leases = RunnerLeases(10.0, lambda: 0.0)
     for epoch in epochs:
-        runner, _ = leases.renew("runner-1", epoch)
+        runner = leases.renew("runner-1", epoch)
         assert runner.epoch == epoch
 
 
