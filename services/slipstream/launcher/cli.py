@@ -34,6 +34,7 @@ usage: slipstream COMMAND
   stop [RUN]                                  end a run and wait until nothing of it is left
   report [RUN]                                make report.json and report.html of a run again
   plot [RUN] [--metric NAME]... [--follow]    draw rewards, lag, speed, mismatch and phases in the terminal
+  rollouts [RUN] [--show ROLLOUT] [--json]    list, filter and read what was generated; --help names the filters
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
   prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
   certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services
@@ -169,6 +170,15 @@ def _plot(arguments: list[str]) -> int:
     return plot(arguments)
 
 
+def _rollouts(arguments: list[str]) -> int:
+    from slipstream.launcher.rollouts import USAGE, rollouts
+
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    return rollouts(arguments)
+
+
 def _prepare(arguments: list[str]) -> int:
     from slipstream.launcher.prepare import run_prepare
 
@@ -260,6 +270,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "stop": _stop,
     "report": _report,
     "plot": _plot,
+    "rollouts": _rollouts,
     "doctor": _doctor,
     "prepare": _prepare,
     "certs": _certs,

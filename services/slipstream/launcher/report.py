@@ -11,6 +11,8 @@ from typing import Any
 from slipstream.launcher.intervals import intersection, total_s, union
 from slipstream.launcher.records import Record, RunRecords, read_run
 from slipstream.launcher.report_html import render_html
+from slipstream.launcher.report_rollouts import extremes_of
+from slipstream.launcher.rollouts import annotated
 from slipstream.launcher.rundir import RunDir
 
 MISMATCH_PARTS = ("mismatch_kl", "mismatch_numeric", "mismatch_policy_lag", "mismatch_stale_kv")
@@ -28,7 +30,7 @@ def write_report(run: RunDir) -> Path:
     report = build_report(records)
     _replace(run.path / "report.json", json.dumps(report, indent=2) + "\n")
     html_file = run.path / "report.html"
-    _replace(html_file, render_html(records, report))
+    _replace(html_file, render_html(records, report, extremes_of(annotated(run))))
     return html_file
 
 

@@ -12,6 +12,7 @@ from slipstream.launcher.charts import BLUE, GREY, ORANGE, PALETTE, PURPLE, RED,
 from slipstream.launcher.intervals import Interval, clip, total_s, union
 from slipstream.launcher.records import Record, RunRecords, curve
 from slipstream.launcher.report_replay import replay_tables
+from slipstream.launcher.report_rollouts import Extremes, extreme_tables
 from slipstream.launcher.report_samples import sample_tables
 from slipstream.launcher.report_trainer import expert_cards, trainer_cards
 from slipstream.launcher.style import STYLE
@@ -27,8 +28,9 @@ FEW_POINTS = 15
 """So few get a dot each: with lag, hardly any token has a pure context."""
 
 
-def render_html(records: RunRecords, figures: dict[str, Any]) -> str:
+def render_html(records: RunRecords, figures: dict[str, Any], extremes: Extremes) -> str:
     """The whole page."""
+    tables = extreme_tables(extremes)
     sections = [
         _header(records, figures),
         _tiles(figures),
@@ -38,6 +40,7 @@ def render_html(records: RunRecords, figures: dict[str, Any]) -> str:
         _section("Trainer against engine", _mismatch(records, figures)),
         _section("Throughput", _throughput(records)),
         _section("Samples before and after", _samples(records)),
+        *([_section("Rollouts at the ends", [_card(*table, wide=True) for table in tables])] if tables else []),
     ]
     title = escape(f"{records.name} · slipstream")
     return (

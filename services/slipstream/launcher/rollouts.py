@@ -1,0 +1,238 @@
+"""`slipstream rollouts [RUN]`: which rollouts there were, filtered and sorted, or one of them whole.
+
+Reads the run's files alone, so it works while the run goes on and after it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.common.config import ConfigError
+from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.outcomes import OUTCOMES, Outcomes, read_outcomes
+from slipstream.launcher.rollout_files import read_rollouts, rollout_id
+from slipstream.launcher.rundir import RunDir, find_services_run
+
+USAGE = """\
+usage: slipstream rollouts [RUN] [OPTION]...
+
+List the rollouts that a run has recorded, the newest first, while it goes on or after it.
+RUN is a name in runs/ or a path; without it, the newest run is meant.
+
+  --environment NAME     of one environment
+  --purpose PURPOSE      training, evaluation or external
+  --group GROUP          of one group
+  --version VERSION      with tokens that this version sampled, such as 1.12
+  --step N or A:B        that these steps were trained on; A: and :B leave an end open
+  --reward R or A:B      with such a reward, ends included
+  --outcome OUTCOME      trained, skipped, sealed, waiting, filtered, failed, aged_out, dropped, cancelled or lost;
+                         right or wrong
+  --text WORDS           with these words in prompt, answer or verdict, in capitals or not
+  --sort KEY             by time, reward, tokens, turns, seconds, lag or step, the largest first; -KEY the smallest
+  --limit N              that many at most; 0 means all. 20 unless told
+  --show ROLLOUT         one rollout whole, its tokens coloured by version
+  --json                 whole records, a line each, for programs
+"""
+LIMIT = 20
+SORT_KEYS = ("time", "reward", "tokens", "turns", "seconds", "lag", "step")
+PURPOSES = ("training", "evaluation", "external")
+RIGHT, WRONG = "right", "wrong"
+
+Record = dict[str, Any]
+Wanted = Callable[[Record], bool]
+
+
+@dataclass
+class Query:
+    """What was asked for."""
+
+    run: str | None
+    wanted: list[Wanted]
+    sort: str
+    smallest: bool
+    limit: int
+    show: str | None
+    json: bool
+
+
+def rollouts(arguments: Sequence[str]) -> int:
+    """Run the command. Raises `ConfigError` or `RunDirError` for what it cannot make sense of."""
+    query = parse(arguments)
+    run = find_services_run(query.run)
+    if query.show is not None:
+        return _show(run, query.show, as_json=query.json)
+    if query.json:
+        for record in select(run, query):
+            print(json.dumps(record, ensure_ascii=True))
+        return 0
+    from slipstream.launcher.rollout_view import open_console, table_of
+
+    found = list(select(run, query))
+    if not found:
+        print(f"{run.name}: no rollout of this kind" if query.wanted else f"{run.name}: no rollouts yet")
+        return 0
+    open_console().print(table_of(found))
+    return 0
+
+
+def select(run: RunDir, query: Query) -> Iterator[Record]:
+    """The rollouts asked for, in order."""
+    found = (record for record in annotated(run) if all(wanted(record) for wanted in query.wanted))
+    if not query.limit:
+        yield from sorted(found, key=_order(query), reverse=not query.smallest)
+        return
+    best = heapq.nsmallest if query.smallest else heapq.nlargest
+    yield from best(query.limit, found, key=_order(query))
+
+
+def annotated(run: RunDir) -> Iterator[Record]:
+    """All rollouts of a run, each with its name, how many tokens it sampled, and what became of it."""
+    outcomes = read_outcomes(run.path / "journal")
+    for record in read_rollouts(run.path / "rollouts"):
+        yield annotate(record, outcomes)
+
+
+def annotate(record: Record, outcomes: Outcomes) -> Record:
+    """`rollout`, `tokens`, `seconds`, `outcome`, `step` and `lag` beside what was recorded."""
+    record["rollout"] = rollout_id(record)
+    record["tokens"] = sum(int(count) for count, _ in record.get("versions", []))
+    record["seconds"] = float(record.get("timings", {}).get("total_s", 0.0))
+    record["step"] = record["lag"] = None
+    if record.get("purpose") == "training":
+        outcome = outcomes.of(str(record.get("group_id")), int(record.get("attempt", 1)))
+        record["outcome"], record["step"], record["lag"] = outcome.name, outcome.step, outcome.lag
+    else:
+        record["outcome"] = RIGHT if record.get("correct") else WRONG
+    return record
+
+
+def _order(query: Query) -> Callable[[Record], float]:
+    name = "time_s" if query.sort == "time" else query.sort
+    missing = math.inf if query.smallest else -math.inf
+
+    def key(record: Record) -> float:
+        value = record.get(name)
+        return missing if value is None else float(value)
+
+    return key
+
+
+def _show(run: RunDir, name: str, *, as_json: bool) -> int:
+    near: list[str] = []
+    for record in annotated(run):
+        if record["rollout"] == name:
+            break
+        if str(record.get("group_id")) == name and len(near) < 4:
+            near.append(record["rollout"])
+    else:
+        meant = f"; it has {', '.join(near)}" if near else "; slipstream rollouts lists them"
+        raise RunDirError(f"{run.name} has no rollout called {name}{meant}")
+    if as_json:
+        print(json.dumps(record, ensure_ascii=True))
+        return 0
+    from slipstream.launcher.rollout_view import decoder, open_console, view_of
+
+    console = open_console()
+    coloured = console.is_terminal and not console.no_color
+    console.print(view_of(record, decoder(run.path / "model"), colours=coloured), end="", soft_wrap=True)
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Query:
+    """What the command line asks for. Raises `ConfigError`."""
+    query = Query(None, [], "time", smallest=False, limit=LIMIT, show=None, json=False)
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--json":
+            query.json = True
+        elif name in OPTIONS:
+            if not equals and not rest:
+                raise ConfigError(f"{name} takes a value; see slipstream rollouts --help")
+            OPTIONS[name](query, value if equals else rest.pop(0))
+        elif word.startswith("-") or query.run is not None:
+            close = difflib.get_close_matches(name, [*OPTIONS, "--json"], n=1)
+            meant = f"; did you mean {close[0]}?" if close else "; see slipstream rollouts --help"
+            raise ConfigError(f"{word!r} is not understood{meant}")
+        else:
+            query.run = word
+    return query
+
+
+def _equal(field: str, known: Sequence[str] = ()) -> Callable[[Query, str], None]:
+    def take(query: Query, value: str) -> None:
+        if known and value not in known:
+            raise ConfigError(f"{value!r} is none of {', '.join(known)}")
+        query.wanted.append(lambda record: str(record.get(field)) == value)
+
+    return take
+
+
+def _within(field: str) -> Callable[[Query, str], None]:
+    def take(query: Query, value: str) -> None:
+        first, colon, last = value.partition(":")
+        try:
+            low = float(first) if first else -math.inf
+            high = (float(last) if last else math.inf) if colon else low
+        except ValueError:
+            low = high = math.nan
+        if not low <= high:
+            raise ConfigError(f"{value!r} is no number and no range such as 0.5:1")
+        query.wanted.append(lambda record: record.get(field) is not None and low <= float(record[field]) <= high)
+
+    return take
+
+
+def _version(query: Query, value: str) -> None:
+    query.wanted.append(lambda record: any(str(version) == value for _, version in record.get("versions", [])))
+
+
+def _outcome(query: Query, value: str) -> None:
+    if value in (RIGHT, WRONG):
+        query.wanted.append(lambda record: bool(record.get("correct")) is (value == RIGHT))
+    else:
+        _equal("outcome", OUTCOMES)(query, value)
+
+
+def _text(query: Query, value: str) -> None:
+    words = value.casefold()
+    texts = ("prompt", "completion", "detail")
+    query.wanted.append(lambda record: any(words in str(record.get(name, "")).casefold() for name in texts))
+
+
+def _sort(query: Query, value: str) -> None:
+    query.sort, query.smallest = value.removeprefix("-"), value.startswith("-")
+    if query.sort not in SORT_KEYS:
+        raise ConfigError(f"{value!r} is none of {', '.join(SORT_KEYS)}")
+
+
+def _limit(query: Query, value: str) -> None:
+    if not value.isdecimal():
+        raise ConfigError(f"--limit takes a number, not {value!r}")
+    query.limit = int(value)
+
+
+def _show_one(query: Query, value: str) -> None:
+    query.show = value
+
+
+OPTIONS: dict[str, Callable[[Query, str], None]] = {
+    "--environment": _equal("environment"),
+    "--purpose": _equal("purpose", PURPOSES),
+    "--group": _equal("group_id"),
+    "--version": _version,
+    "--step": _within("step"),
+    "--reward": _within("reward"),
+    "--outcome": _outcome,
+    "--text": _text,
+    "--sort": _sort,
+    "--limit": _limit,
+    "--show": _show_one,
+}

@@ -1,0 +1,214 @@
+"""`slipstream rollouts`, and what the report shows of them."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+from slipstream.launcher.cli import main
+from slipstream.launcher.report import write_report
+from slipstream.launcher.rundir import RunDir
+
+CODEC = TextCodec(build_tokenizer())
+
+
+def rollout(position: int, sample: int = 0, attempt: int = 1, **fields: object) -> dict[str, object]:
+    prompt, answer = CODEC.encode("sun\n"), [*CODEC.encode("nus"), CODEC.end_id]
+    return {
+        "time_s": 1000.0 + position,
+        "group_id": f"train-{position}",
+        "attempt": attempt,
+        "sample": sample,
+        "purpose": "training",
+        "environment": "spell",
+        "task_index": position * 10,
+        "dispatch_version": "1.0",
+        "prompt": "sun\n",
+        "completion": f"answer {position}",
+        "reward": position / 10,
+        "correct": position == 4,
+        "finish_reason": "stop",
+        "turns": 1,
+        "versions": [[3, "1.0"], [1, "1.1"]] if position == 2 else [[4, "1.0"]],
+        "loss_ranges": [[4, 8]],
+        "prompt_token_count": 4,
+        "token_ids": [*prompt, *answer],
+        "timings": {"queue_s": 0.1, "total_s": 10.0 - position},
+        **fields,
+    }
+
+
+def journal_line(number: int, kind: str, **fields: object) -> bytes:
+    body = json.dumps({"n": number, "kind": kind, "time_s": 1.0, **fields}, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch, write_rollouts) -> Path:
+    """Five groups: 0 filtered, 1 aged out, 2 and 3 trained, 4 waiting; and one rollout of an evaluation."""
+    path = tmp_path / "runs" / "recorded"
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text("")
+    records = [rollout(position, sample) for position in range(5) for sample in range(2)]
+    write_rollouts(path / "rollouts" / "runner-1.jsonl.zst", records)
+    asked = rollout(9, purpose="evaluation", group_id="before-spell-0", reward=0.9, completion="\x1b[31mred <b>")
+    write_rollouts(path / "rollouts" / "runner-1.evaluation.jsonl.zst", [asked])
+    (path / "journal").mkdir()
+    (path / "journal" / "journal.jsonl").write_bytes(
+        journal_line(0, "acquired", position=0, attempt=1)
+        + journal_line(1, "ended", position=0, attempt=1, outcome="filtered", reason="NO_VARIANCE")
+        + journal_line(2, "regenerated", position=1, attempt=1, outcome="aged_out")
+        + journal_line(
+            3, "sealed", step=3, positions=[2, 3], attempts=[1, 1], dispatch_steps=[0, 2], plans=["x" * 5000]
+        )
+        + journal_line(4, "trained", step=3)
+        + b'deadbeef {"n":5,"kind":"sea'
+    )
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def shown(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["rollouts", *arguments])
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def names(capsys, *arguments: str) -> list[str]:
+    code, out, err = shown(capsys, *arguments, "--json")
+    assert code == 0, err
+    return [json.loads(line)["rollout"] for line in out.splitlines()]
+
+
+def test_the_table_is_plain_in_a_pipe_and_shows_what_became_of_each(run, capsys):
+    code, out, _ = shown(capsys)
+    assert code == 0
+    assert "\x1b" not in out
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert len(lines) == 12
+    assert "filtered" in lines["train-0.1.0"]
+    assert "aged_out" in lines["train-1.1.0"]
+    assert "trained" in lines["train-2.1.1"]
+    assert "1.0-1.1" in lines["train-2.1.1"]
+    assert "waiting" in lines["train-4.1.0"]
+    assert "0.4 ✓" in lines["train-4.1.0"]
+    assert r"\x1b[31mred <b>" in lines["before-spell-0.1.0"]
+    assert out.splitlines()[1].startswith("before-spell-0"), "the newest first"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--outcome", "trained"), {2, 3}),
+        (("--outcome=right",), {4}),
+        (("--step", "3", "--reward", "0.3:"), {3}),
+        (("--reward=0.1:0.2",), {1, 2}),
+        (("--reward", "0.4"), {4}),
+        (("--version", "1.1"), {2}),
+        (("--group", "train-1"), {1}),
+        (("--text", "ANSWER 3"), {3}),
+        (("--environment", "other"), set()),
+        (("--purpose", "training", "--outcome", "waiting"), {4}),
+    ],
+)
+def test_filters_take_what_is_asked_for(run, capsys, arguments, wanted):
+    found = names(capsys, "recorded", *arguments, "--limit", "0")
+    assert sorted(found) == sorted(f"train-{position}.1.{sample}" for position in wanted for sample in range(2))
+
+
+def test_sorting_and_the_limit(run, capsys):
+    assert names(capsys, "--sort", "reward", "--limit", "1") == ["before-spell-0.1.0"]
+    assert names(capsys, "--sort", "-seconds", "--limit", "2", "--purpose", "training") == [
+        "train-4.1.0",
+        "train-4.1.1",
+    ]
+    by_lag = names(capsys, "--sort", "lag", "--limit", "0")
+    assert by_lag[:4] == ["train-2.1.0", "train-2.1.1", "train-3.1.0", "train-3.1.1"]
+    assert names(capsys, "--sort", "-lag", "--limit", "2") == ["train-3.1.0", "train-3.1.1"]
+
+
+def test_records_for_programs_are_whole(run, capsys):
+    _, out, _ = shown(capsys, "--show", "train-2.1.1", "--json")
+    record = json.loads(out)
+    assert (record["step"], record["lag"], record["outcome"], record["tokens"]) == (3, 2, "trained", 4)
+    assert record["token_ids"] == rollout(2)["token_ids"]
+
+
+def test_one_rollout_whole_names_the_version_of_each_piece(run, capsys):
+    (run / "model").mkdir()
+    build_tokenizer().save(str(run / "model" / "tokenizer.json"))
+    code, out, _ = shown(capsys, "--show", "train-2.1.0")
+    assert code == 0
+    assert out.endswith("sun\n[1.0]nus[1.1]<|end|>\n")
+    assert "trained at step 3, 2 versions behind" in out
+    assert "1.0 (3), 1.1 (1)" in out
+    assert "\x1b" not in out
+
+
+def test_without_a_tokenizer_the_text_is_shown(run, capsys):
+    _, out, _ = shown(capsys, "--show", "before-spell-0.1.0")
+    assert out.endswith("sun\n\n\\x1b[31mred <b>\n")
+
+
+def test_colours_are_those_of_versions(run):
+    from rich.console import Console
+
+    from slipstream.launcher.rollout_view import decoder, view_of
+
+    (run / "model").mkdir()
+    build_tokenizer().save(str(run / "model" / "tokenizer.json"))
+    record = {**rollout(2), "rollout": "train-2.1.0", "outcome": "waiting", "tokens": 4, "seconds": 1.0}
+    text = view_of(record, decoder(run / "model"), colours=True)
+    assert str(text).endswith("sun\nnus<|end|>\n")
+    styled = {str(text)[span.start : span.end]: str(span.style) for span in text.spans}
+    assert styled["nus"] != styled["<|end|>"]
+    assert (styled["sun\n"], styled["1.0 (3)"]) == ("dim", styled["nus"])
+    printed = {}
+    for no_color in (True, False):
+        file = StringIO()
+        Console(file=file, force_terminal=True, no_color=no_color, color_system="standard").print(text)
+        printed[no_color] = file.getvalue()
+    assert ("\x1b[36mnus" in printed[False], "\x1b[36m" in printed[True]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--outcome", "late"), "'late' is none of trained"),
+        (("--reward", "good"), "'good' is no number and no range"),
+        (("--reward", "2:1"), "'2:1' is no number and no range"),
+        (("--sort", "colour"), "'colour' is none of time"),
+        (("--limit", "-1"), "--limit takes a number"),
+        (("--show",), "--show takes a value"),
+        (("--outcom", "trained"), "did you mean --outcome?"),
+        (("--show", "train-2"), "no rollout called train-2; it has train-2.1.0, train-2.1.1"),
+        (("nowhere",), "no run called nowhere"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run, capsys, arguments, sentence):
+    code, out, err = shown(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_run_without_rollouts_says_so(run, capsys):
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    assert shown(capsys)[:2] == (0, "recorded: no rollouts yet\n")
+
+
+def test_the_report_shows_the_best_the_worst_and_the_most_delayed(run):
+    page = write_report(RunDir(run)).read_text()
+    best, worst, delayed = (
+        page.index(f"{title}</figcaption>") for title in ("The best rewards", "The worst rewards", "The most delayed")
+    )
+    assert best < page.index("train-4.1.0") < worst < page.index("train-0.1.0") < delayed
+    assert delayed < page.index("trained at step 3, lag 2", delayed) < page.index("train-0.1.0", delayed)
+    assert "before-spell" not in page[best:]
