@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from slipstream.common.config import BaseConfig
 from slipstream.common.imports import PATH_PATTERN
 from slipstream.environments.config_base import BaseEnvironmentConfig
+from slipstream.environments.config_own import MathsConfig
 
 
 class SpellBackwardConfig(BaseEnvironmentConfig):
@@ -167,6 +168,6 @@ class EntryPointConfig(BaseEnvironmentConfig):
 
 
 EnvironmentConfig = Annotated[
-    SpellBackwardConfig | ExpressionConfig | ReasoningGymConfig | ImportedConfig | EntryPointConfig,
+    SpellBackwardConfig | ExpressionConfig | ReasoningGymConfig | MathsConfig | ImportedConfig | EntryPointConfig,
     Field(discriminator="type"),
 ]

@@ -26,6 +26,7 @@ OWN = {
     "spell_backward": "slipstream.environments.spell_backward:SpellBackward",
     "expression": "slipstream.environments.expression:Expression",
     "reasoning_gym": "slipstream.environments.reasoning_gym:ReasoningGym",
+    "maths": "slipstream.environments.maths:Maths",
 }
 """Our own by `type`. Imported when they are built: each brings libraries of its own."""
 
