@@ -32,7 +32,7 @@ import structlog
 from loop_usage import Probe, Usage
 
 from slipstream.api.inference.v1 import worker_pb2
-from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
+from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc, runner_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
@@ -125,11 +125,13 @@ async def serve(rollouts: int, tls_dir: Path) -> None:
     """The worker process: says its ports and then, for each line it reads, what it used since the last."""
     identity = WorkerIdentity("worker", worker_pb2.WORKER_ROLE_DECODE)
     holder = RowsHolder(cast(Engine, Recorder(rollouts)), identity)
-    spool = Spool(1 << 40)
-    for name, dtype in (("t", np.int32), ("l", np.float32)):
-        data = np.full(TOKENS, -1 if name == "l" else 1, dtype).tobytes()
-        for number in range(rollouts):
-            spool.put(f"{name}/r{number}", Rows(data))
+    spool = Spool(tls_dir / "spool", 1 << 40)
+    for number in range(rollouts):
+        rows = {
+            f"{name}/r{number}": Rows(np.full(TOKENS, -1 if name == "l" else 1, dtype).tobytes())
+            for name, dtype in (("t", np.int32), ("l", np.float32))
+        }
+        await spool.keep(f"r{number}", runner_pb2.GroupReport(), rows)
     tls = TlsConfig.model_validate_json((tls_dir / "tls.json").read_text())
     ports = {}
     servers = []

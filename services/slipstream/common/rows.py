@@ -52,10 +52,13 @@ async def answer_rows(
 ) -> AsyncGenerator[bytes, None]:
     """The encoded messages of the answer: the header, then the bytes of all references from the offset asked for."""
     held: list[Held] = []
+    read_bytes = 0
     for index, ref in enumerate(request.refs):
-        if index % READ_AT_ONCE == READ_AT_ONCE - 1:
-            await asyncio.sleep(0)
         held.append(read(ref))
+        read_bytes += held[-1].data.nbytes
+        if index % READ_AT_ONCE == READ_AT_ONCE - 1 or read_bytes >= CHECKED_BYTES:
+            read_bytes = 0
+            await asyncio.sleep(0)
     size_bytes = sum(each.data.nbytes for each in held)
     if request.offset_bytes > size_bytes:
         raise OffsetOutOfRange(

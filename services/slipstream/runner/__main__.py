@@ -28,7 +28,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         raise ConfigError("listen.port is required: others fetch rows from this address")
     epoch = next_epoch(config.run_dir / f"{config.replica or 'runner'}.epoch")
     address = config.listen.address(config.listen.port)
-    spool = Spool(config.spool_limit_bytes)
+    spool = Spool(config.run_dir / "spool" / (config.replica or "runner"), config.spool_limit_bytes, epoch)
     rollout_log = RolloutLog(
         config.run_dir / "rollouts",
         config.replica or "runner",
@@ -75,6 +75,8 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
                 "acquire": loops.acquire_loop,
                 "heartbeat": loops.heartbeat_loop,
                 "report": loops.report_loop,
+                "taking_up": loops.taking_up.run,
+                "spool": spool.sweep_loop,
                 "give_back": peers.give_back_loop,
                 "workers": watch.follow,
                 "rollouts": rollout_log.flush_loop,
@@ -84,6 +86,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     finally:
         await peers.close()
         rollout_log.close()
+        spool.close()
 
 
 def main() -> None:

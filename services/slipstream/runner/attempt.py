@@ -64,14 +64,15 @@ class TurnAttempt:
         inference: Inference,
         assignment: runner_pb2.GroupAssignment,
         rollouts: Mapping[int, Rollout],
-        number: int,
+        suffix: str,
     ) -> None:
-        """`rollouts`: by index in the group. `number`: of the requests of this attempt at the group, from 0."""
+        """`rollouts`: by index in the group. `suffix`: tells its name from those of other requests of this attempt at
+        the group, whose KV handles and routes may be kept."""
         self._inference = inference
         self._peers = inference.peers
         self._assignment = assignment
         self._rollouts = rollouts
-        self._suffix = f"~{number}" if number else ""
+        self._suffix = suffix
         self.request_id = attempt_name(assignment) + self._suffix
         self.placement: routing_pb2.PlaceResponse | None = None
         self.segments = {index: Segment() for index in rollouts}

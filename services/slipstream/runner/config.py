@@ -39,7 +39,7 @@ class RunnerConfig(ServiceConfig):
     One that the router hears nothing of for `router.worker_silence_s` is given up then, if there is another."""
 
     spool_limit_bytes: int = Field(default=256 * 2**20, ge=2**20)
-    """Bytes of rows held for the trainer; above it no new group is taken."""
+    """Bytes on disk of rows held for the trainer and of groups under way; above it no new group is taken."""
 
     environment_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time environment code may take for one call, in seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from slipstream.runner.rollout import STOP, Rollout
 from slipstream.runner.rollout_record import records_of
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.turns import Conversation, TurnClient
+from slipstream.runner.unfinished import Unfinished
 
 log = structlog.get_logger()
 
@@ -50,16 +52,24 @@ class GroupRunner:
         self._epoch = epoch
         self._write_rollouts = write_rollouts
 
-    async def run(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt) -> runner_pb2.GroupReport:
-        """Run a group whose prompt is rendered. Cancelling the task frees the engines' blocks first."""
-        started_s = time.monotonic()
+    async def run(
+        self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt, unfinished: Unfinished | None = None
+    ) -> runner_pb2.GroupReport:
+        """Run a group whose prompt is rendered; `unfinished` is what an earlier process left of it.
+
+        A finished one is in the spool when this returns. Cancelling the task frees the engines' blocks first.
+        """
+        started_s = time.monotonic() - (unfinished.elapsed_s if unfinished else 0.0)
         deadline_s = started_s + assignment.deadline_ms / 1000
         report = runner_pb2.GroupReport(
             group=runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
         )
         if not assignment.sampling.stop_token_ids:
             assignment.sampling.stop_token_ids.extend(prompt.stop_token_ids)
-        conversation = self._turns.begin(assignment, prompt.token_ids)
+        conversation = self._turns.begin(assignment, prompt.token_ids, unfinished.resumed_count if unfinished else 0)
+        rows: dict[str, Rows] = {}
+        if unfinished is not None:
+            telemetry.groups_taken_up.labels("started_over").inc()
         try:
             scores, executions = await self._converse(assignment, conversation, deadline_s)
         except SlipstreamError as error:
@@ -68,7 +78,7 @@ class GroupRunner:
         else:
             report.outcome = runner_pb2.GROUP_OUTCOME_FINISHED
             report.sandbox_execution_count = executions
-            report.rollouts.extend(self._records(assignment, conversation.rollouts, scores))
+            report.rollouts.extend(self._records(assignment, conversation.rollouts, scores, rows))
             if assignment.purpose == EXTERNAL:
                 _answer(report, assignment, prompt, conversation.rollouts, scores)
             telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
@@ -77,6 +87,12 @@ class GroupRunner:
         duration_s = time.monotonic() - started_s
         telemetry.group_duration.labels(assignment.environment).observe(duration_s)
         report.duration_ms = int(duration_s * 1000)
+        if rows:
+            try:
+                await self._spool.keep(attempt_name(assignment), report, rows)
+            except asyncio.CancelledError:
+                conversation.release_routes()
+                raise
         return report
 
     async def _converse(
@@ -98,8 +114,13 @@ class GroupRunner:
                 conversation.release_routes()
 
     def _records(
-        self, assignment: runner_pb2.GroupAssignment, rollouts: list[Rollout], scores: list[ScoredSample]
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        rollouts: list[Rollout],
+        scores: list[ScoredSample],
+        rows: dict[str, Rows],
     ) -> list[runner_pb2.RolloutRecord]:
+        """The records of a group, and in `rows` what they refer to."""
         records = []
         for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
             key = f"{attempt_name(assignment)}.{index}"
@@ -114,8 +135,8 @@ class GroupRunner:
                     finish_reason=rollout.finish_reason,
                     loss_ranges=[types_pb2.RowRange(start=start, end=end) for start, end in rollout.sampled],
                     spans=rollout.spans,
-                    token_ids=self._hold(f"t/{key}", "int32", rollout.token_ids),
-                    logprobs=self._hold(f"l/{key}", "float32", rollout.logprobs),
+                    token_ids=self._refer(rows, f"t/{key}", "int32", rollout.token_ids),
+                    logprobs=self._refer(rows, f"l/{key}", "float32", rollout.logprobs),
                     routes=rollout.routes,
                     cached_token_count=rollout.cached_token_count,
                     prefix_query_token_count=rollout.prefix_query_token_count,
@@ -123,10 +144,10 @@ class GroupRunner:
             )
         return records
 
-    def _hold(self, key: str, dtype: str, values: list[Any]) -> types_pb2.RowsRef:
+    def _refer(self, rows: dict[str, Rows], key: str, dtype: str, values: list[Any]) -> types_pb2.RowsRef:
         # Every platform this runs on is little-endian with 4-byte "i" and "f"; servicer.py asserts it.
         data = array("i" if dtype == "int32" else "f", values).tobytes()
-        self._spool.put(key, Rows(data))
+        rows[key] = Rows(data)
         return types_pb2.RowsRef(
             holder=self._address,
             holder_epoch=self._epoch,

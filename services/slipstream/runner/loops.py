@@ -5,6 +5,7 @@
 | acquire | free group slots | a slot; `AcquireGroups` | a report taken; the orchestrator |
 | heartbeat | leases, acknowledgements | `Heartbeat` long poll | a cancellation, or 1 s |
 | rollouts | logged rollouts that found no room | its clock | room on the disk |
+| taking up | finished groups that are held | another process of the orchestrator; `ReportGroups` | a heartbeat |
 | report | finished groups | the report queue; `ReportGroups` | a finished group; the orchestrator |
 """
 
@@ -31,12 +32,15 @@ from slipstream.common.errors import (
     Unsupported,
     from_rpc_error,
 )
+from slipstream.runner.attempt import attempt_name
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
 from slipstream.runner.groups import GroupRunner, refs_of, task_of
 from slipstream.runner.outage import Outage
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.spool import Spool
+from slipstream.runner.taking_up import MAX_REPORT_BYTES, MAX_REPORTS_PER_CALL, TakingUp
+from slipstream.runner.unfinished import Unfinished
 
 log = structlog.get_logger()
 
@@ -48,7 +52,6 @@ RETRY_S = 0.5
 SPOOL_FULL_WAIT_S = 0.1
 SETTLE_S = 0.2
 """Longest wait for cancelled groups before the next heartbeat, in seconds."""
-MAX_REPORTS_PER_CALL = 256
 
 FINAL = (RunnerSuperseded, InvalidRequest, Unauthenticated, Unsupported)
 """What no repeat of the same call heals."""
@@ -61,6 +64,8 @@ class Running:
     """One group in progress."""
 
     assignment: runner_pb2.GroupAssignment
+    unfinished: Unfinished | None = None
+    """What an earlier process of this runner left of it."""
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
 
@@ -100,7 +105,12 @@ class RunnerLoops:
         self._idle = asyncio.Event()
         self._settled = asyncio.Event()
         self._outage = Outage("orchestrator", clock)
+        self.taking_up = TakingUp(spool, self._report)
         self.draining = False
+
+    @property
+    def _disk_full(self) -> bool:
+        return self._rollout_log.full or self._spool.waiting_count > 0
 
     @property
     def running_count(self) -> int:
@@ -114,11 +124,12 @@ class RunnerLoops:
 
     async def _acquire_and_run(self) -> None:
         async with asyncio.TaskGroup() as self._group_tasks:
+            await self._take_up()
             request_id = str(uuid4())
             while True:
                 await self._slots.acquire()
                 self._slots.release()
-                if self._spool.full or self._rollout_log.full or self.draining:
+                if self._spool.full or self._disk_full or self.draining:
                     await asyncio.sleep(SPOOL_FULL_WAIT_S)
                     continue
                 free = self._max_running - len(self._running)
@@ -143,6 +154,17 @@ class RunnerLoops:
                 elif response.run_ended:
                     await asyncio.sleep(RETRY_S)
 
+    async def _take_up(self) -> None:
+        """Go on with what an earlier process of this runner was at, as far as nobody else has it by now."""
+        assert self._group_tasks is not None
+        for unfinished in self._spool.unfinished:
+            assignment = unfinished.assignment
+            await self._slots.acquire()
+            self._running[assignment.group_id, assignment.attempt] = Running(assignment, unfinished)
+        await self.taking_up.registered.wait()
+        for unfinished in self._spool.unfinished:
+            self._group_tasks.create_task(self._render_and_run([unfinished.assignment]))
+
     async def _start(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
         """Give each group a slot and a task; prompts are rendered in one call, those that third parties sent by
         themselves: together they may be longer than a call may be, and none but their own groups should fail by them.
@@ -151,6 +173,7 @@ class RunnerLoops:
         for assignment in assignments:
             await self._slots.acquire()
             self._running[assignment.group_id, assignment.attempt] = Running(assignment)
+            self._spool.begin(attempt_name(assignment), assignment)
         sent = [assignment for assignment in assignments if assignment.HasField("prompt")]
         for together in ([a for a in assignments if not a.HasField("prompt")], *([a] for a in sent)):
             if together:
@@ -179,7 +202,7 @@ class RunnerLoops:
         running.task = asyncio.current_task()
         report: runner_pb2.GroupReport | None = None
         try:
-            report = await self._groups.run(assignment, prompt)
+            report = await self._groups.run(assignment, prompt, running.unfinished)
         except asyncio.CancelledError:
             if not running.cancelled:
                 raise  # the process ends
@@ -200,6 +223,7 @@ class RunnerLoops:
         """Queue the report, or acknowledge the cancellation, and free the slot."""
         key = (assignment.group_id, assignment.attempt)
         running = self._running.pop(key, None)
+        self._spool.drop(attempt_name(assignment))
         if running is not None and running.cancelled:
             self._acknowledged.append(key)
             self._check_settled()
@@ -237,8 +261,9 @@ class RunnerLoops:
                         acknowledged=[runner_pb2.GroupAttempt(group_id=g, attempt=a) for g, a in acknowledged],
                         spool_bytes=self._spool.size_bytes,
                         spool_limit_bytes=self._spool.limit_bytes,
-                        disk_full=self._rollout_log.full,
+                        disk_full=self._disk_full,
                         wait_ms=HEARTBEAT_WAIT_MS,
+                        reported_to_epoch=self.taking_up.reported_to_epoch,
                     ),
                     timeout=HEARTBEAT_WAIT_MS / 1000 + CALL_SLACK_S,
                 )
@@ -255,6 +280,7 @@ class RunnerLoops:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(SETTLE_S):
                         await self._settled.wait()
+            self.taking_up.heard(response.orchestrator_epoch)
 
     def _cancel(self, cancellations: list[runner_pb2.GroupCancellation]) -> None:
         for cancellation in cancellations:
@@ -273,8 +299,10 @@ class RunnerLoops:
         while True:
             reports = [await self._reports.get()]
             await asyncio.sleep(self._report_period_s)
-            while not self._reports.empty() and len(reports) < MAX_REPORTS_PER_CALL:
+            size_bytes = reports[0].ByteSize()
+            while not self._reports.empty() and len(reports) < MAX_REPORTS_PER_CALL and size_bytes < MAX_REPORT_BYTES:
                 reports.append(self._reports.get_nowait())
+                size_bytes += reports[-1].ByteSize()
             await self._report(reports)
             self._unreported -= len(reports)
             self._check_idle()

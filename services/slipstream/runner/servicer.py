@@ -36,17 +36,20 @@ class RowsServicer(rows_pb2_grpc.RowsServiceServicer):
                 yield message
 
     def _read(self, ref: types_pb2.RowsRef) -> Held:
-        rows, span = self._spool.get(ref.key), span_of(ref)
+        span = span_of(ref)
+        rows = self._spool.get(ref.key, ref.holder_epoch)
         row_bytes = ITEM_BYTES[ref.dtype] * math.prod(ref.row_shape)
         if rows is None or len(rows.data) % row_bytes:
             return NOTHING
-        data, first = memoryview(rows.data), rows.first_position
+        whole, first = memoryview(rows.data), rows.first_position
+        data = whole
         if span is not None:
             start, end = max(span[0] - first, 0), max(span[1] - first, 0)
-            data, first = data[start * row_bytes : end * row_bytes], first + start
+            data, first = whole[start * row_bytes : end * row_bytes], first + start
         if not data.nbytes:
             return NOTHING
-        return Held(rows_pb2.RowsPart(size_bytes=data.nbytes, first_position=first), data)
+        crc32 = rows.crc32 if data.nbytes == whole.nbytes else None
+        return Held(rows_pb2.RowsPart(size_bytes=data.nbytes, first_position=first), data, crc32)
 
     async def ReleaseRows(
         self, request: rows_pb2.ReleaseRowsRequest, context: grpc.aio.ServicerContext

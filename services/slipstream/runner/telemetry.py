@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 
 from slipstream.common.metrics import Reading
-from slipstream.runner.rollout_log import RolloutLog
-from slipstream.runner.spool import Spool
+
+if TYPE_CHECKING:
+    from slipstream.runner.rollout_log import RolloutLog
+    from slipstream.runner.spool import Spool
 
 groups_running = Reading("gauge", "slipstream_runner_groups_running", "Groups being run.")
 groups_limit = Reading("gauge", "slipstream_runner_groups_limit", "The most groups run at once.")
 spool_bytes = Reading("gauge", "slipstream_runner_spool_bytes", "Bytes of rows held for the trainer.")
 spool_limit_bytes = Reading("gauge", "slipstream_runner_spool_limit_bytes", "At this many no group is taken.")
+spool_stuck = Reading("gauge", "slipstream_runner_spool_stuck", "Finished groups that wait for room on the disk.")
 rollout_log_stuck = Reading(
     "gauge", "slipstream_runner_rollout_log_stuck", "1 while rollouts wait for room on the disk."
 )
 rollouts = Counter("slipstream_runner_rollouts", "Rollouts finished, by environment.", ["environment"])
+spool_damaged = Counter(
+    "slipstream_runner_spool_damaged", "Records of the spool whose bytes are no longer those that were written."
+)
+groups_taken_up = Counter(
+    "slipstream_runner_groups_taken_up",
+    "Groups that an earlier process of this runner left, by what came of them.",
+    ["how"],
+)
 turns = Counter("slipstream_runner_turns", "Requests for model turns that ended, by outcome.", ["outcome"])
 kept_tokens = Counter(
     "slipstream_runner_kept_tokens", "Sampled tokens of turns that broke off, which went on from them."
@@ -42,4 +54,5 @@ def observe(running_count: Callable[[], int], max_running: int, spool: Spool, ro
     groups_limit.read_from(lambda: max_running)
     spool_bytes.read_from(lambda: spool.size_bytes)
     spool_limit_bytes.read_from(lambda: spool.limit_bytes)
+    spool_stuck.read_from(lambda: spool.waiting_count)
     rollout_log_stuck.read_from(lambda: rollout_log.full)

@@ -52,9 +52,11 @@ class TurnClient:
     def __init__(self, peers: Peers, watch: WorkerWatch, block_size_tokens: int, prefill_timeout_s: float) -> None:
         self._inference = Inference(peers, watch, block_size_tokens, prefill_timeout_s)
 
-    def begin(self, assignment: runner_pb2.GroupAssignment, prompt_token_ids: Sequence[int]) -> Conversation:
-        """The rollouts of an attempt at a group, before their first turn."""
-        return Conversation(self._inference, assignment, prompt_token_ids)
+    def begin(
+        self, assignment: runner_pb2.GroupAssignment, prompt_token_ids: Sequence[int], taken_up: int = 0
+    ) -> Conversation:
+        """The rollouts of an attempt at a group, before their first turn. `taken_up`: how often it was begun before."""
+        return Conversation(self._inference, assignment, prompt_token_ids, taken_up)
 
 
 class Conversation:
@@ -68,8 +70,13 @@ class Conversation:
     """
 
     def __init__(
-        self, inference: Inference, assignment: runner_pb2.GroupAssignment, prompt_token_ids: Sequence[int]
+        self,
+        inference: Inference,
+        assignment: runner_pb2.GroupAssignment,
+        prompt_token_ids: Sequence[int],
+        taken_up: int = 0,
     ) -> None:
+        self._taken_up = f"r{taken_up}" if taken_up else ""
         self._inference = inference
         self._assignment = assignment
         self._request_count = 0
@@ -139,4 +146,5 @@ class Conversation:
     def _attempt(self, indexes: Sequence[int]) -> TurnAttempt:
         number, self._request_count = self._request_count, self._request_count + 1
         rollouts = {index: self.rollouts[index] for index in indexes}
-        return TurnAttempt(self._inference, self._assignment, rollouts, number)
+        suffix = "~".join(("", *filter(None, (self._taken_up, str(number or "")))))
+        return TurnAttempt(self._inference, self._assignment, rollouts, suffix)

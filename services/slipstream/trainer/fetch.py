@@ -1,8 +1,9 @@
 """Rows by reference: one stream a holder, resumed where it breaks, its bytes put where the caller says.
 
 Until they are stitched (rows.py), rows are opaque bytes. Tokens and log-probabilities come from runners, routes from
-prefill workers (prompt) and decode workers (the rest). A holder that stays away has none of the rows; one that
-falls silent is given up early where it has routes alone, which a sequence can do without, and tokens it cannot.
+prefill workers (prompt) and decode workers (the rest). A holder that stays away has none of the rows; one that falls
+silent, or does not answer, is given up early where it has routes alone, which a sequence can do without. Tokens it
+cannot: a runner that is started again serves what it had.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ class RowsClient:
 
     async def _resume(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> dict[RefId, Part]:
         failures = 0
+        awaited = (Unreachable, Draining) if any(not ref.row_shape for ref in refs) else ()
         while True:
             before = download.held
             try:
@@ -174,7 +176,7 @@ class RowsClient:
                 return download.parts(refs)
             except _RETRIED as error:
                 failures = 0 if download.held > before else failures + 1
-                if failures >= MAX_ATTEMPTS:
+                if failures >= MAX_ATTEMPTS and not isinstance(error, awaited):
                     raise
                 log.info("rows_fetch_resumed", holder=holder, offset_bytes=before, reason=error.reason)
             await asyncio.sleep(RETRY_PAUSE_S)

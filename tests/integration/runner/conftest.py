@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ListenConfig, dump_toml
-from slipstream.common.errors import RunnerSuperseded, SlipstreamError
+from slipstream.common.errors import Draining, RunnerSuperseded, SlipstreamError
 from slipstream.common.runtime import build_server
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec, build_tokenizer
@@ -49,6 +50,10 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         self.refused: set[str] = set()
         self.unneeded: set[str] = set()
         self.superseded = False
+        self.epoch = "first"
+        self.takes_reports = True
+        self.report_counts: Counter[str] = Counter()
+        self.heartbeats: list[runner_pb2.HeartbeatRequest] = []
         self.spool_bytes = 0
         self.news = asyncio.Condition()
         self._answers: dict[str, runner_pb2.AcquireGroupsResponse] = {}
@@ -63,6 +68,7 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         return self._answers[request.request_id]
 
     async def Heartbeat(self, request: runner_pb2.HeartbeatRequest, context: Any) -> runner_pb2.HeartbeatResponse:
+        self.heartbeats.append(request)
         self.spool_bytes = request.spool_bytes
         for attempt in request.acknowledged:
             if self.cancelled.pop(attempt.group_id, None):
@@ -75,10 +81,14 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
                 for group_id, reason in self.cancelled.items()
             ],
             lease_ttl_ms=5000,
+            orchestrator_epoch=self.epoch,
         )
 
     async def ReportGroups(self, request: runner_pb2.ReportGroupsRequest, context: Any) -> Any:
         attempts = [report.group for report in request.reports]
+        self.report_counts.update(attempt.group_id for attempt in attempts)
+        if not self.takes_reports:
+            raise Draining("its answer never comes")
         self.reports |= {report.group.group_id: report for report in request.reports}
         await self.tell()
         return runner_pb2.ReportGroupsResponse(
@@ -204,6 +214,7 @@ class World:
         self.workers = {name: FakeWorker(name, self.events) for name in names}
         self.process: asyncio.Task[None]
         self.rows: Any = None
+        self._start_process: Callable[[], asyncio.Task[None]]
         self._make_config = make_config
         self._stack = stack
         self._orchestrator_server: grpc.aio.Server
@@ -239,8 +250,14 @@ class World:
         self.address = f"127.0.0.1:{config.listen.port}"
         channel = await self._stack.enter_async_context(open_channel(self.address, Access()))
         self.rows = rows_pb2_grpc.RowsServiceStub(channel)
-        self.process = asyncio.create_task(run(config, ["@", str(file)]))
+        self._start_process = lambda: asyncio.create_task(run(config, ["@", str(file)]))
+        self.process = self._start_process()
         self._stack.push_async_callback(self._end_process)
+
+    async def restart(self) -> None:
+        """End the runner's process as a kill would, for all that others see, and start the next one."""
+        await self._end_process()
+        self.process = self._start_process()
 
     async def start_orchestrator(self) -> None:
         config = self._make_config(listen=ListenConfig(port=self._orchestrator_port))

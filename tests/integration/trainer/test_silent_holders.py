@@ -16,9 +16,10 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig
+from slipstream.common.errors import Draining
 from slipstream.common.frames import encode_header, iter_frames
 from slipstream.common.runtime import build_server
-from slipstream.trainer.fetch import RowsClient, ref_id
+from slipstream.trainer.fetch import MAX_ATTEMPTS, RowsClient, ref_id
 
 DATA = bytes(range(64))
 TOTAL_S, SILENCE_S = 4.0, 0.5
@@ -38,6 +39,21 @@ class Holder(rows_pb2_grpc.RowsServiceServicer):
             await asyncio.sleep(TOTAL_S * 2 if at == self._stops_at else self._pause_s)
             for frame in iter_frames([DATA[at : at + 1]]):
                 yield frame
+
+
+class Restarting(Holder):
+    """Is not there for so many calls."""
+
+    def __init__(self, refusals: int) -> None:
+        super().__init__(0.0, None)
+        self.refusals = refusals
+
+    async def FetchRows(self, request: rows_pb2.FetchRowsRequest, context: object) -> AsyncIterator[bytes]:
+        if self.refusals:
+            self.refusals -= 1
+            raise Draining("its next process does not listen yet")
+        async for frame in super().FetchRows(request, context):
+            yield frame
 
 
 @asynccontextmanager
@@ -60,9 +76,9 @@ def ref(holder: str, row_shape: tuple[int, ...]) -> types_pb2.RowsRef:
     return types_pb2.RowsRef(holder=holder, key="k", dtype="uint8", row_shape=row_shape, size_bytes=len(DATA))
 
 
-async def fetch(refs: list[types_pb2.RowsRef]) -> tuple[dict[str, bytes], float, list[str]]:
+async def fetch(refs: list[types_pb2.RowsRef], total_s: float = TOTAL_S) -> tuple[dict[str, bytes], float, list[str]]:
     """What came of each holder, the seconds that it took, and why each that is away is."""
-    client = RowsClient(lambda address: open_channel(address, Access()), TOTAL_S, SILENCE_S)
+    client = RowsClient(lambda address: open_channel(address, Access()), total_s, SILENCE_S)
     started_s = time.monotonic()
     try:
         with capture_logs() as lines:
@@ -81,6 +97,13 @@ async def test_a_silent_worker_costs_its_routes_after_the_bound_of_its_silence_a
     assert found == {slow: DATA}  # it took longer than a silence in all, and was never silent so long
     assert SILENCE_S < took_s < TOTAL_S - 0.5
     assert away == [f"{stopped} it was silent for 0.5 s"]
+
+
+async def test_a_runner_that_is_started_again_is_waited_for():
+    runner = Restarting(MAX_ATTEMPTS + 2)
+    async with served(runner) as (address,):
+        found, _, away = await fetch([ref(address, ())], total_s=60.0)
+    assert (found, away, runner.refusals) == ({address: DATA}, [], 0)
 
 
 async def test_tokens_are_waited_for_beyond_that_as_nothing_can_take_their_place():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from prometheus_client import REGISTRY
 
-from slipstream.api.rollout.v1 import rows_pb2_grpc
+from slipstream.api.rollout.v1 import rows_pb2_grpc, runner_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
@@ -35,19 +37,20 @@ SMALL_WINDOW_BYTES = 2
 class Tokens:
     """Tokens and log-probabilities of rollouts, as a runner holds them, without a process."""
 
-    def __init__(self) -> None:
-        self.spool = Spool(1 << 20)
+    def __init__(self, directory: Path) -> None:
+        self.spool = Spool(directory, 1 << 20)
 
-    def refs(self, address: str, name: str, tokens: Sequence[int]) -> dict[str, types_pb2.RowsRef]:
-        refs = {}
+    async def refs(self, address: str, name: str, tokens: Sequence[int]) -> dict[str, types_pb2.RowsRef]:
+        refs, rows = {}, {}
         for field, dtype in (("token_ids", np.int32), ("logprobs", np.float32)):
             values = np.array(tokens if field == "token_ids" else [-1] * len(tokens), dtype)
             key = f"{field}/{name}"
-            self.spool.put(key, Rows(values.tobytes()))
+            rows[key] = Rows(values.tobytes())
             span = types_pb2.RowRange(start=0, end=len(tokens))
             refs[field] = types_pb2.RowsRef(
                 holder=address, key=key, dtype=values.dtype.name, ranges=[span], size_bytes=values.nbytes
             )
+        await self.spool.keep(name, runner_pb2.GroupReport(), rows)
         return refs
 
 
@@ -59,7 +62,8 @@ async def read(
     cluster: Any, rollouts: list[tuple[list[int], list[types_pb2.RowsRef]]]
 ) -> tuple[list[TrainSequence], int]:
     """The sequences of rollouts (tokens, route references), a micro-batch each, and the bytes of routes moved."""
-    tokens, torch_thread = Tokens(), TorchThread(1)
+    directory = tempfile.TemporaryDirectory()
+    tokens, torch_thread = Tokens(Path(directory.name)), TorchThread(1)
     service = "slipstream.api.rollout.v1.RowsService"
     add = rows_pb2_grpc.add_RowsServiceServicer_to_server
     server, port = build_server(ServiceConfig(), [(add, RowsServicer(tokens.spool), service)])
@@ -68,7 +72,7 @@ async def read(
     reader = PlanReader(client, torch_thread, SMALL_WINDOW_BYTES)
     planned = []
     for number, (ids, routes) in enumerate(rollouts):
-        refs = tokens.refs(f"127.0.0.1:{port}", str(number), ids)
+        refs = await tokens.refs(f"127.0.0.1:{port}", str(number), ids)
         planned.append(
             batch_pb2.PlannedSequence(
                 token_count=len(ids), token_ids=refs["token_ids"], logprobs=refs["logprobs"], routes=routes
@@ -88,6 +92,8 @@ async def read(
         await client.close()
         await server.stop(None)
         torch_thread.close()
+        tokens.spool.close()
+        directory.cleanup()
     return sequences, int(moved_bytes_so_far() - before)
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from slipstream.api.rollout.v1 import rows_pb2
+from slipstream.api.rollout.v1 import rows_pb2, runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import InvalidRequest
 from slipstream.common.frames import decode
@@ -33,15 +33,20 @@ async def answer(servicer: RowsServicer, refs: list[types_pb2.RowsRef]) -> tuple
     return header, b"".join(bytes(data or b"") for _, data in frames[1:])
 
 
-def held(**rows: Rows) -> RowsServicer:
-    spool = Spool(1 << 30)
-    for key, value in rows.items():
-        spool.put(key, value)
-    return RowsServicer(spool)
+@pytest.fixture
+def hold(tmp_path):
+    """Makes a runner's servicer that holds these rows."""
+
+    async def held(**rows: Rows) -> RowsServicer:
+        spool = Spool(tmp_path / "spool", 1 << 30)
+        await spool.keep("group", runner_pb2.GroupReport(), rows)
+        return RowsServicer(spool)
+
+    return held
 
 
-async def test_a_runner_sends_the_positions_asked_for_and_nothing_of_another_form():
-    servicer = held(k=Rows(TOKENS, first_position=5))  # positions 5 to 14
+async def test_a_runner_sends_the_positions_asked_for_and_nothing_of_another_form(hold):
+    servicer = await hold(k=Rows(TOKENS, first_position=5))  # positions 5 to 14
     asked = [
         ref(),
         ref("k", (7, 9)),
@@ -60,14 +65,14 @@ async def test_a_runner_sends_the_positions_asked_for_and_nothing_of_another_for
 
 
 @pytest.mark.parametrize("ranges", [[(5, 3)], [(5, 5)], [(3, 5), (6, 9)], [(3, 5), (4, 9)], [(7, 8), (3, 7)]])
-async def test_ranges_that_do_not_follow_each_other_are_refused_by_name(ranges):
+async def test_ranges_that_do_not_follow_each_other_are_refused_by_name(hold, ranges):
     with pytest.raises(InvalidRequest) as refused:
-        await answer(held(k=Rows(TOKENS)), [ref("k", *ranges)])
+        await answer(await hold(k=Rows(TOKENS)), [ref("k", *ranges)])
     assert refused.value.metadata["field"] == "refs.ranges"
 
 
-async def test_as_many_references_as_a_request_may_have_do_not_hold_the_loop():
-    servicer = held(**{f"k{number}": Rows(TOKENS) for number in range(REFS)})
+async def test_as_many_references_as_a_request_may_have_do_not_hold_the_loop(hold):
+    servicer = await hold(**{f"k{number}": Rows(TOKENS) for number in range(REFS)})
     refs = [ref(f"k{number}", (0, 10)) for number in range(REFS)]
     turns = 0
 

@@ -1,0 +1,81 @@
+"""A runner that is started again has what its predecessor had, and so has one whose orchestrator is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slipstream.api.rollout.v1 import rows_pb2, runner_pb2
+from slipstream.api.types.v1 import types_pb2
+
+
+async def test_a_report_whose_answer_never_came_is_repeated_and_its_rows_are_served_as_before(world: Any) -> None:
+    world.orchestrator.takes_reports = False
+    group_id = await world.give()
+    await world.until(lambda: world.orchestrator.report_counts[group_id] > 0)
+    report = world.orchestrator.reports.pop(group_id, None)
+    assert report is None
+    await world.restart()
+    world.orchestrator.takes_reports = True
+    report = await world.report(group_id)
+    ref = report.rollouts[0].token_ids
+    parts = {}
+    for epoch in (ref.holder_epoch, "of another start"):
+        asked = types_pb2.RowsRef(holder=world.address, key=ref.key, dtype="int32", holder_epoch=epoch)
+        frames = [frame async for frame in world.rows.FetchRows(rows_pb2.FetchRowsRequest(refs=[asked]))]
+        parts[epoch] = frames[0].header.parts[0]
+    assert [part.missing for part in parts.values()] == [False, True]
+    assert parts[ref.holder_epoch].size_bytes == 4 * report.rollouts[0].token_count
+
+
+async def test_an_unfinished_group_goes_on_after_a_restart_under_names_of_its_own(world: Any) -> None:
+    decode = world.workers["decode-1"]
+    decode.gate.clear()
+    group_id = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    before = len(world.orchestrator.heartbeats)
+    await world.restart()
+    await world.until(lambda: len(decode.decodes) > 1)
+    epochs = [beat.runner_epoch for beat in world.orchestrator.heartbeats]
+    first = world.orchestrator.heartbeats[epochs.index(epochs[-1])]
+    assert len(world.orchestrator.heartbeats) > before
+    assert [attempt.group_id for attempt in first.running] == [group_id]
+    assert first.reported_to_epoch == ""
+    await world.until(lambda: world.orchestrator.heartbeats[-1].reported_to_epoch == "first")
+    decode.gate.set()
+    assert (await world.report(group_id)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    assert [list(request.sample_ids) for request in decode.decodes] == [
+        ["g1.1.1.0", "g1.1.1.1"],
+        ["g1.1.1.0~r1", "g1.1.1.1~r1"],
+    ]
+
+
+async def test_a_group_that_another_has_by_now_is_not_taken_up(world: Any) -> None:
+    decode = world.workers["decode-1"]
+    decode.gate.clear()
+    group_id = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    world.orchestrator.cancelled[group_id] = "SUPERSEDED"
+    await world.restart()
+    await world.until(lambda: ("acknowledged", "orchestrator", group_id) in world.events)
+    decode.gate.set()
+    other = await world.give()
+    assert (await world.report(other)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    assert group_id not in world.orchestrator.reports
+    assert {request.request_id.partition("~")[0] for request in decode.decodes[1:]} == {f"{other}.1.1"}
+
+
+async def test_a_restarted_orchestrator_hears_once_more_of_all_that_is_held(world: Any, tmp_path: Path) -> None:
+    groups = [await world.give() for _ in range(3)]
+    world.orchestrator.unneeded.add(groups[0])
+    for group_id in groups:
+        await world.report(group_id)
+    world.orchestrator.refused.add(groups[1])
+    world.orchestrator.epoch = "second"
+    await world.until(lambda: world.orchestrator.heartbeats[-1].reported_to_epoch == "second")
+    counts = [world.orchestrator.report_counts[group_id] for group_id in groups]
+    assert min(counts[1:]) >= 2
+    header, _ = await world.fetch(*(world.orchestrator.reports[g].rollouts[0].token_ids.key for g in groups))
+    assert [part.missing for part in header.parts] == [True, True, False]
+    spool = tmp_path / "spool" / "runner-1"
+    await world.until(lambda: [path.suffix for path in spool.iterdir()] == [".rows"])
