@@ -20,6 +20,7 @@ from slipstream.common.config import BaseConfig, ServiceConfig, TlsConfig
 from slipstream.decode.config import DecodeConfig
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.orchestrator.config import OrchestratorConfig
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.prefill.config import PrefillConfig
 from slipstream.router.config import RouterConfig
 from slipstream.runner.config import RunnerConfig
@@ -56,7 +57,7 @@ FILLED = frozenset(
         *SERVICES,  # a field called after a service takes its address
         *(f"{service}_address" for service in SERVICES),
         *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
-        *("evaluate_before", "evaluate_after", "evaluate_every_steps", "block_size_tokens"),
+        *("evaluate_before", "evaluate_after", "evaluate_every_steps", "evaluation", "block_size_tokens"),
     }
 )
 """Fields of services that the launcher fills in; no section of a service has them."""
@@ -107,8 +108,8 @@ class LauncherSection(BaseConfig):
     """Serve Prometheus metrics of every service, each on a loopback port of its own."""
 
 
-class EvaluationSection(BaseConfig):
-    """Held-out problems, asked greedily through the same router, prefill and decode workers."""
+class EvaluationSection(EvaluationConfig):
+    """Held-out problems, asked through the same router, prefill and decode workers."""
 
     before: bool = True
     """Ask before the first training step."""

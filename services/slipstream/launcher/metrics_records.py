@@ -27,6 +27,7 @@ REQUIRED = {
 TEXTS = frozenset(
     {
         *("kind", "name", "environment", "version", "replica", "state", "reason", "cause", "stage"),
+        *("version_min", "version_max"),
         *("group_id", "detail", "runner"),
     }
 )

@@ -136,7 +136,10 @@ def collect(records: Iterable[Record]) -> dict[str, dict[str, Points]]:
         if not isinstance(step, int):
             continue
         if record.get("kind") == "evaluation":
-            found["accuracy"][str(record.get("environment", ""))][step] = float(record["accuracy"])
+            name = str(record.get("environment", ""))
+            found["accuracy"][name][step] = float(record["accuracy"])
+            for k, value in record.get("pass_at_k", {}).items():
+                found["pass_at_k"][f"{name} @{k}"][step] = float(value)
         elif record.get("kind") == "step":
             for name, value in record.items():
                 if name in ("kind", "step", "time_s"):

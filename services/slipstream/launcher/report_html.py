@@ -102,25 +102,39 @@ def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
                   if name in s.get("reward_by_environment", {})]  # fmt: skip
         rewards += [Series(name, points, color, faint=True), Series(name, charts.smooth(points, window), color)]
     reward_chart = charts.line_chart(rewards, x_label="step", y_label="mean reward", y_range=(0, 1))
-    accuracies: dict[str, list[charts.Point]] = {}
-    for evaluation in records.of_kind("evaluation"):
-        point = (float(evaluation["step"]), float(evaluation["accuracy"]))
-        accuracies.setdefault(str(evaluation["environment"]), []).append(point)
-    colors = dict(zip(names, PALETTE, strict=False))
-    dots = [
-        Series(name, sorted(points), colors.get(name, GREY), marked=True, joined=len(points) > ENDS)
-        for name, points in accuracies.items()
-    ]
+    dots = _evaluated(records, dict(zip(names, PALETTE, strict=False)))
     accuracy_chart = charts.line_chart(
         dots, x_label="step", y_label="held-out accuracy", y_range=(0, 1), y_format=lambda y: f"{100 * y:.0f} %"
     )
+    samples = max((int(each.get("samples", 1)) for each in records.of_kind("evaluation")), default=1)
     asked = "Greedy, one answer a problem, through the workers."
+    if samples > 1:
+        asked = f"{samples} answers a problem, through the workers; pass@k: one of k answers is right."
     if all(not one.joined for one in dots):
         asked += " Asked before and after training only: what lies between was not measured, and no line is drawn."
     return [
         _card("Reward of what was sampled", reward_chart, "Faint: each step. Strong: running mean."),
         _card("Accuracy on held-out problems", accuracy_chart, asked),
         *_optimisation(steps, window),
+    ]
+
+
+def _evaluated(records: RunRecords, colors: dict[str, str]) -> list[Series]:
+    """Accuracy of each environment, and pass@k of the largest k where problems were asked more than once."""
+    accuracies: dict[str, list[charts.Point]] = {}
+    passes: dict[str, list[charts.Point]] = {}
+    for evaluation in records.of_kind("evaluation"):
+        name, step = str(evaluation["environment"]), float(evaluation["step"])
+        accuracies.setdefault(name, []).append((step, float(evaluation["accuracy"])))
+        largest = max(map(int, evaluation.get("pass_at_k", {})), default=1)
+        if largest > 1:
+            found = float(evaluation["pass_at_k"][str(largest)])
+            passes.setdefault(f"{name}, pass@{largest}", []).append((step, found))
+    spare = [color for color in PALETTE if color not in colors.values()] or [GREY]
+    colors = colors | {name: spare[index % len(spare)] for index, name in enumerate(passes)}
+    return [
+        Series(name, sorted(points), colors.get(name, GREY), marked=True, joined=len(points) > ENDS)
+        for name, points in (accuracies | passes).items()
     ]
 
 

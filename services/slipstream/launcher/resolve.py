@@ -16,6 +16,7 @@ from slipstream.launcher.config import FILLED, GROUPED, REPLICATED, SERVICES, Ru
 from slipstream.launcher.ports import LOOPBACK, port_of
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 
 ANYWHERE = "0.0.0.0"
 MAX_DRAIN_S = 5.0
@@ -197,6 +198,7 @@ def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str])
         "evaluate_before": config.evaluation.before,
         "evaluate_after": config.evaluation.after,
         "evaluate_every_steps": config.evaluation.every_steps,
+        "evaluation": config.evaluation.model_dump(include=set(EvaluationConfig.model_fields)),
     }
 
 

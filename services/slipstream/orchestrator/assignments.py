@@ -9,6 +9,7 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import EnvironmentConfig
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.external import ExternalGroup
 from slipstream.orchestrator.tasks import Task, TaskSequence
 
@@ -44,12 +45,15 @@ class Assigner:
         assignment.sample_count = self._samples_per_group
         return assignment
 
-    def evaluation(self, group_id: str, attempt: int, task: Task, version: PolicyVersion) -> runner_pb2.GroupAssignment:
-        """Assign one greedy sample of a held-out task."""
+    def evaluation(
+        self, group_id: str, attempt: int, task: Task, version: PolicyVersion, config: EvaluationConfig
+    ) -> runner_pb2.GroupAssignment:
+        """Assign the samples of a held-out task."""
         assignment = self._assignment(group_id, attempt, task, version)
         assignment.purpose = EVALUATION
-        assignment.sample_count = 1
-        assignment.sampling.temperature = 0.0
+        assignment.sample_count = config.samples
+        if config.temperature is not None or config.samples == 1:
+            assignment.sampling.temperature = config.temperature or 0.0
         return assignment
 
     def external(self, group: ExternalGroup, version: PolicyVersion) -> runner_pb2.GroupAssignment:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config_base import SequencedConfig
 from slipstream.orchestrator.advantage_config import AdvantageConfig, GroupNormalizedConfig
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.tracking.config import AnyTracker
 
 
@@ -119,6 +120,8 @@ class OrchestratorConfig(ServiceConfig):
 
     evaluate_after: bool = True
     """Ask the held-out tasks after the last step."""
+
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     kv_dtype: str = "float32"
     """Element type of the engines' KV cache: part of the salt."""

@@ -27,6 +27,8 @@ class Runner:
     """Of the process before, until this one says what it takes up."""
     orphans_expire_at: float = 0.0
     wake: Signal = field(default_factory=Signal)
+    slot_count: int = 0
+    """Groups it would run at once, when it last asked for some."""
     spool_full: bool = False
     disk_full: bool = False
 

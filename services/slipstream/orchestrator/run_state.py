@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import structlog
 
+from slipstream.algorithms.evaluation import Summary
 from slipstream.api.run.v1 import run_pb2
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.metrics import MetricsFile
@@ -44,6 +45,12 @@ class AccuracyResult:
     accuracy: float
     problem_count: int
     step: int
+    summary: Summary | None = None
+    oldest: PolicyVersion = UNSET
+    """Of the weights that sampled any token of the answers."""
+    newest: PolicyVersion = UNSET
+    unanswered: int = 0
+    """Problems that the evaluation ended before."""
 
 
 class RunState:
@@ -150,21 +157,33 @@ class RunState:
             published=_version(self.published),
             serving=_version(self.serving),
             metrics=self.metrics,
-            accuracies=[
-                run_pb2.Accuracy(
-                    evaluation=result.evaluation,
-                    environment=result.environment,
-                    accuracy=result.accuracy,
-                    problem_count=result.problem_count,
-                    step=result.step,
-                )
-                for result in self.accuracies
-            ],
+            accuracies=[_accuracy(result) for result in self.accuracies],
             workers=self.workers(),
             running_group_count=self.running_groups(),
             phase_fraction_done=self.phase_fraction,
             started_unix_ms=self._started_ms,
         )
+
+
+def _accuracy(result: AccuracyResult) -> run_pb2.Accuracy:
+    shown = run_pb2.Accuracy(
+        evaluation=result.evaluation,
+        environment=result.environment,
+        accuracy=result.accuracy,
+        problem_count=result.problem_count,
+        step=result.step,
+        oldest_version=_version(result.oldest),
+        newest_version=_version(result.newest),
+        unanswered_count=result.unanswered,
+    )
+    if result.summary is not None:
+        shown.sample_count = result.summary.samples_per_problem
+        shown.accuracy_low, shown.accuracy_high = result.summary.accuracy_interval
+        shown.mean_reward = result.summary.reward_mean
+        shown.pass_at_k.update(result.summary.pass_at)
+        shown.mean_token_count = result.summary.tokens_mean
+        shown.truncated_fraction = result.summary.truncated_fraction
+    return shown
 
 
 def _version(version: PolicyVersion):  # noqa: ANN202 None leaves the field unset

@@ -149,10 +149,21 @@ class Sequencer:
         if self.state.ended or self.state.pauses or not self.state.serving:
             return False
         return bool(
-            (self.evaluation and self.evaluation.waiting)
+            self._evaluation_due
             or self.external.waiting
             or (self.state.phase is RunPhase.TRAINING and self.machine.dispatchable)
         )
+
+    @property
+    def _evaluation_due(self) -> bool:
+        """Whether a held-out task may be asked now: beside training, within the evaluation's share of the slots."""
+        if self.evaluation is None:
+            return False
+        training = self.state.phase is RunPhase.TRAINING and self.machine.sealed_step < self.config.total_steps
+        if not training:
+            return self.evaluation.waiting
+        slot_count = min(self.machine.admission_bound, sum(runner.slot_count for runner in self.leases.runners))
+        return self.evaluation.may_take(slot_count, self.config.samples_per_group)
 
     def acquire(self, runner: Runner, max_groups: int) -> list[runner_pb2.GroupAssignment]:
         """Hand out up to `max_groups` groups: evaluations first, then third parties, then training.
@@ -160,6 +171,7 @@ class Sequencer:
         Fewer where prompts of third parties are large: the answer must fit a message.
         """
         groups: list[runner_pb2.GroupAssignment] = []
+        runner.slot_count = len(runner.attempts) + max_groups
         if runner.spool_full:
             return groups
         size_bytes = 0
@@ -188,8 +200,8 @@ class Sequencer:
 
     def _next_group(self) -> runner_pb2.GroupAssignment:
         version = self.state.serving
-        if self.evaluation is not None and self.evaluation.waiting:
-            return self._assigner.evaluation(*self.evaluation.take(), version)
+        if self.evaluation is not None and self._evaluation_due:
+            return self._assigner.evaluation(*self.evaluation.take(), version, self.evaluation.config)
         if self.external.waiting:
             return self._assigner.external(self.external.take(version), version)
         group = self.machine.dispatch()
@@ -322,7 +334,7 @@ class Sequencer:
             return
         self.progress_at = self._clock()
         if finished and report.rollouts:
-            self.evaluation.answer(assignment.group_id, report.rollouts[0].correct)
+            self.evaluation.answer(assignment.group_id, report.rollouts)
         else:
             blameless = report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED
             self.evaluation.failed(assignment.group_id, blameless=blameless)
@@ -392,6 +404,13 @@ class Sequencer:
         self.external.get(group_id)
         self._stop([a for a in self._running.values() if a.assignment.group_id == group_id], "CLIENT")
         self.external.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, "CLIENT", "cancelled by CancelRollout")
+
+    def stop_evaluation(self) -> None:
+        """End the evaluation; what still runs of it is cancelled."""
+        tasks = self.evaluation.tasks if self.evaluation is not None else {}
+        self._stop([a for a in self._running.values() if a.assignment.group_id in tasks], "EVALUATION_ENDED")
+        self.evaluation = None
+        self.admission_changed.notify()
 
     def stop_all(self, reason: str) -> None:
         """Cancel everything that runs: the run is over."""

@@ -10,7 +10,7 @@ import structlog
 
 from slipstream.api.run.v1 import run_pb2
 from slipstream.orchestrator.config import OrchestratorConfig
-from slipstream.orchestrator.evaluation import Evaluation
+from slipstream.orchestrator.evaluation import Evaluation, fields_of
 from slipstream.orchestrator.keeper import VersionKeeper
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.run_state import RunPhase, RunState
@@ -140,31 +140,39 @@ class Supervisor:
     async def _evaluate(self, name: str, phase: RunPhase | None) -> None:
         """One evaluation, as a phase of its own, or within the one at hand."""
         counts = {e.name: e.evaluation_task_count for e in self._config.environments if e.evaluation_task_count}
-        evaluation = Evaluation(name, counts, self._state.serving.step)
+        evaluation = Evaluation(name, counts, self._state.serving.step, self._config.evaluation)
         self._sequencer.evaluation = evaluation
         if phase is None:
             self._sequencer.admission_may_have_opened()
         else:
             self._enter(phase)
-        while not evaluation.done and not self._state.ended:
-            await evaluation.changed.wait(1.0)
-            if phase is not None:
-                self._state.progress(evaluation.fraction_done)
-        self._sequencer.evaluation = None
+        await self._until_answered(evaluation, phase)
+        self._sequencer.stop_evaluation()
         if self._state.ended:
             return
         for result in evaluation.results():
             self._state.accuracies.append(result)
-            self._metrics.write(
-                "evaluation",
-                name=name,
-                step=result.step,
-                environment=result.environment,
-                accuracy=result.accuracy,
-                count=result.problem_count,
-            )
+            self._metrics.write("evaluation", **fields_of(result))
             log.info("evaluated", name=name, environment=result.environment, accuracy=result.accuracy)
         self._state.changed.notify()
+
+    async def _until_answered(self, evaluation: Evaluation, phase: RunPhase | None) -> None:
+        """Wait for all answers, the end of the run, or the evaluation's time, of which pauses are no part."""
+        timeout_s = self._config.evaluation.timeout_s
+        deadline = self._clock() + timeout_s
+        looked = self._clock()
+        while not evaluation.done and not self._state.ended:
+            await evaluation.changed.wait(1.0)
+            if phase is not None:
+                self._state.progress(evaluation.fraction_done)
+            now = self._clock()
+            if self._state.pauses:
+                deadline += now - looked
+            looked = now
+            if now >= deadline:
+                asked = len(evaluation.tasks)
+                log.warning("evaluation_cut_off", name=evaluation.name, answered=evaluation.answered, asked=asked)
+                return
 
     def _enter(self, phase: RunPhase) -> None:
         self._sequencer.progress_at = self._clock()

@@ -11,9 +11,10 @@ from slipstream.common.metrics import Reading
 from slipstream.orchestrator.run_state import RunPhase
 
 if TYPE_CHECKING:
+    from slipstream.algorithms.evaluation import Summary
     from slipstream.orchestrator.journal import Journal
     from slipstream.orchestrator.leases import RunnerLeases
-    from slipstream.orchestrator.run_state import RunState
+    from slipstream.orchestrator.run_state import AccuracyResult, RunState
     from slipstream.orchestrator.sequencer import Sequencer
 
 _PHASES = (Phase.WAITING, Phase.RUNNING, Phase.SCORED, Phase.SEALED)
@@ -28,6 +29,20 @@ step = Reading("gauge", "slipstream_orchestrator_trained_step", "Last step train
 published_step = Reading("gauge", "slipstream_orchestrator_published_step", "Newest step published.")
 serving_step = Reading("gauge", "slipstream_orchestrator_serving_step", "Step that groups are dispatched at.")
 journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Bytes of the journal on disk.")
+
+evaluation_step = Reading(
+    "gauge", "slipstream_orchestrator_evaluation_step", "Step of the last evaluation.", ["environment"]
+)
+evaluation_accuracy = Reading(
+    "gauge", "slipstream_orchestrator_evaluation_accuracy", "Accuracy in the last evaluation.", ["environment"]
+)
+evaluation_reward = Reading(
+    "gauge", "slipstream_orchestrator_evaluation_reward", "Mean reward in the last evaluation.", ["environment"]
+)
+evaluation_pass_at_k = Reading(
+    "gauge", "slipstream_orchestrator_evaluation_pass_at_k", "pass@k in the last evaluation.", ["environment", "k"]
+)
+evaluation_groups = Reading("gauge", "slipstream_orchestrator_evaluation_groups", "Held-out problems asked now.")
 
 groups_ended = Counter(
     "slipstream_orchestrator_groups_ended",
@@ -61,4 +76,21 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     step.read_from(lambda: state.step)
     published_step.read_from(lambda: state.published.step)
     serving_step.read_from(lambda: state.serving.step)
+    _observe_evaluations(state, sequencer)
     journal_bytes.read_from(lambda: sum(file.stat().st_size for file in journal.path.parent.iterdir()))
+
+
+def _observe_evaluations(state: RunState, sequencer: Sequencer) -> None:
+    def newest() -> dict[str, AccuracyResult]:
+        return {result.environment: result for result in list(state.accuracies)}
+
+    def summaries() -> dict[str, Summary]:
+        return {name: result.summary for name, result in newest().items() if result.summary is not None}
+
+    evaluation_step.read_from(lambda: {name: result.step for name, result in newest().items()})
+    evaluation_accuracy.read_from(lambda: {name: result.accuracy for name, result in newest().items()})
+    evaluation_reward.read_from(lambda: {name: summary.reward_mean for name, summary in summaries().items()})
+    evaluation_pass_at_k.read_from(
+        lambda: {(name, str(k)): value for name, each in summaries().items() for k, value in each.pass_at.items()}
+    )
+    evaluation_groups.read_from(lambda: sequencer.evaluation.running if sequencer.evaluation else 0)

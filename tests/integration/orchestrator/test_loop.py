@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RolloutUnknown, RunnerSuperseded, StepNotNext, StepNotSealed, from_rpc_error
 from slipstream.common.state import SERVING
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.sequencer import unpacked
 
@@ -79,6 +81,77 @@ async def test_held_out_tasks_are_asked_while_training_goes_on(make_world: Make,
         assert len({step for _, step in between}) == len(between)
         assert [record["phase"] for record in world.metrics("phase")].count("training") == 1
         assert len(world.trained) == 8 * 4 * 2, "no step waits for it"
+        assert not [name for name in world.trained if not name.startswith("train-")]
+        asked = [a for a in world.assignments if a.purpose == runner_pb2.GROUP_PURPOSE_EVALUATION]
+        assert {a.position for a in asked} == {-1}
+
+
+async def test_an_evaluation_takes_its_share_of_the_slots_and_training_the_rest(
+    make_world: Make, background: Make
+) -> None:
+    asking = EvaluationConfig(samples=2, share=0.4)
+    async with make_world(total_steps=4, groups_per_step=5, evaluate_every_steps=2, evaluation=asking) as world:
+        world.publish(0)
+        await world.until(lambda run: run.phase == "training")
+        for step in (1, 2):
+            groups = [group for _ in range(3) for group in await world.acquire()]
+            await world.report(*(world.finished(group) for group in groups))
+            await world.train((await world.plan(step)).plan)
+        await world.until(lambda run: run.serving.step == 2)
+
+        async with asyncio.timeout(20):
+            groups = []
+            while not [g for g in groups if g.purpose == runner_pb2.GROUP_PURPOSE_EVALUATION]:
+                groups += await world.acquire(count=10)
+        groups += await world.acquire(count=10)
+        held_out = [group for group in groups if group.purpose == runner_pb2.GROUP_PURPOSE_EVALUATION]
+        bound = world.orchestrator.sequencer.machine.admission_bound
+        assert 1 <= len(held_out) <= 0.4 * bound
+        assert {(group.sample_count, group.sampling.temperature) for group in held_out} == {(2, 1.0)}
+        assert [group for group in groups if group.purpose == runner_pb2.GROUP_PURPOSE_TRAINING]
+
+        async with background(world.runner_loop(filtered_every=1 << 30), world.heartbeat_loop()):
+            await world.report(*(world.finished(group) for group in groups))
+            run = await world.until(lambda run: len(run.accuracies) == 2)
+        words = next(a for a in run.accuracies if a.environment == "words")
+        assert (words.evaluation, words.problem_count, words.sample_count, words.unanswered_count) == (
+            "step-2",
+            6,
+            2,
+            0,
+        )
+        assert (words.accuracy, words.mean_reward, dict(words.pass_at_k)) == (0.5, 0.5, {1: 0.5, 2: 1.0})
+        assert words.accuracy_low < 0.5 < words.accuracy_high
+        assert (words.oldest_version.step, words.newest_version.step) == (2, 2)
+        record = next(r for r in world.metrics("evaluation") if r["environment"] == "words")
+        assert (record["version_min"], record["version_max"], record["pass_at_k"]) == (
+            "1.2",
+            "1.2",
+            {"1": 0.5, "2": 1.0},
+        )
+
+
+@pytest.mark.parametrize("answered", [0, 2])
+async def test_an_evaluation_that_is_not_answered_ends_in_time_with_what_it_has(
+    make_world: Make, background: Make, answered: int
+) -> None:
+    async with make_world(total_steps=1, evaluate_before=True, stall_timeout_s=1e6) as world:
+        world.publish(0)
+        async with background(world.heartbeat_loop()):
+            async with asyncio.timeout(20):
+                groups = []
+                while len(groups) < 9:
+                    groups += await world.acquire()
+            if answered:
+                await world.report(*(world.finished(group) for group in groups[:answered]))
+            later_s = 2 * EvaluationConfig().timeout_s
+            world.orchestrator.supervisor._clock = lambda: time.monotonic() + later_s
+            run = await world.until(lambda run: run.phase == "training")
+            assert [(a.environment, a.problem_count, a.unanswered_count) for a in run.accuracies] == (
+                [("words", 2, 4)] if answered else []
+            )
+            await world.until(lambda _: len(world.cancelled) >= 9 - answered)
+            assert set(world.cancelled) == {(group.group_id, "EVALUATION_ENDED") for group in groups[answered:]}
 
 
 async def test_the_run_ends_when_the_trainer_has_saved_however_long_its_disk_is_full(

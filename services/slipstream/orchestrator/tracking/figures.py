@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+_OF_EVALUATIONS = ("reward_mean", "pass_at_k", "tokens_mean", "truncated_fraction")
 _LEFT_OUT = ("step", "time_s", "kind")
 
 
@@ -22,7 +23,8 @@ def point_of(record: Mapping[str, object]) -> Point | None:
     """What a tracker shows of a record; None where that is nothing.
 
     Steps keep their names, `train/loss` for one; tables become `train/reward_by_environment/<name>`. Evaluations are
-    `evaluation/<environment>`, one curve over all of them.
+    `evaluation/<environment>`, the accuracy, one curve over all of them, and the same with `/reward_mean`,
+    `/pass_at_k/<k>`, `/tokens_mean` and `/truncated_fraction`.
     """
     kind, step, time_s = record.get("kind"), record.get("step"), record.get("time_s")
     if not isinstance(step, int) or not isinstance(time_s, float | int):
@@ -31,9 +33,9 @@ def point_of(record: Mapping[str, object]) -> Point | None:
         numbers = ((name, value) for name, value in record.items() if name not in _LEFT_OUT)
         figures = {f"train/{name}": value for name, value in _flat(numbers)}
     elif kind == "evaluation":
-        figures = {
-            f"evaluation/{name}": value for name, value in _flat([(str(record["environment"]), record["accuracy"])])
-        }
+        name = str(record["environment"])
+        more = [(f"{name}/{each}", record[each]) for each in _OF_EVALUATIONS if each in record]
+        figures = {f"evaluation/{name}": value for name, value in _flat([(name, record["accuracy"]), *more])}
     else:
         return None
     return Point(step, float(time_s), figures) if figures else None
