@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from slipstream.common.config import BaseConfig
 from slipstream.common.imports import PATH_PATTERN
 from slipstream.environments.config_base import BaseEnvironmentConfig
-from slipstream.environments.config_own import MathsConfig
+from slipstream.environments.config_own import MathsConfig, PythonCodeConfig
 
 
 class SpellBackwardConfig(BaseEnvironmentConfig):
@@ -168,6 +168,12 @@ class EntryPointConfig(BaseEnvironmentConfig):
 
 
 EnvironmentConfig = Annotated[
-    SpellBackwardConfig | ExpressionConfig | ReasoningGymConfig | MathsConfig | ImportedConfig | EntryPointConfig,
+    SpellBackwardConfig
+    | ExpressionConfig
+    | ReasoningGymConfig
+    | MathsConfig
+    | PythonCodeConfig
+    | ImportedConfig
+    | EntryPointConfig,
     Field(discriminator="type"),
 ]

@@ -43,3 +43,40 @@ class MathsConfig(BaseEnvironmentConfig):
 
     judges: int = Field(default=2, ge=1, le=64)
     """Groups judged at once."""
+
+
+class PythonCodeConfig(BaseEnvironmentConfig):
+    """Write a Python program or function; judged by hidden tests in the sandbox."""
+
+    type: Literal["python_code"] = "python_code"
+    name: str = Field(default="python_code", pattern=NAME_PATTERN)
+    max_new_tokens: int = Field(default=256, ge=1)
+    evaluation_task_count: int = Field(default=8, ge=0)
+
+    file: Path | None = None
+    """JSONL of `{"question": ..., "tests": [...], "solution": ...}`; a test is `{"stdin": ..., "stdout": ...}` or
+    `{"call": "f(2)", "expected": "4"}`. Unset: a small set that comes with the product."""
+
+    partial_credit: bool = False
+    """Reward the part of the tests that pass. false rewards a program that passes all of them."""
+
+    before: str = ""
+    """Text before each question."""
+
+    after: str = ""
+    """Text after each question."""
+
+    test_cpu_s: float = Field(default=2.0, gt=0)
+    """Processor time that a test may use; the first one that uses it up is the last one run."""
+
+    test_wall_s: float = Field(default=10.0, gt=0)
+    """Time that a test may take."""
+
+    test_memory_bytes: int = Field(default=200 * 2**20, ge=2**25)
+    """Address space that a test may use."""
+
+    output_bytes: int = Field(default=16 * 2**10, ge=16)
+    """Bytes of a test's output that are looked at."""
+
+    sandbox_wall_s: float = Field(default=60.0, gt=0)
+    """Time, and processor time, that all tests of a program may take."""

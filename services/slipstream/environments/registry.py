@@ -27,6 +27,7 @@ OWN = {
     "expression": "slipstream.environments.expression:Expression",
     "reasoning_gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "maths": "slipstream.environments.maths:Maths",
+    "python_code": "slipstream.environments.python_code:PythonCode",
 }
 """Our own by `type`. Imported when they are built: each brings libraries of its own."""
 

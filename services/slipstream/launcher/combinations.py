@@ -37,6 +37,7 @@ from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.families import why_not
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
+from slipstream.environments.config_own import PythonCodeConfig
 from slipstream.launcher.config import RunConfig
 
 Problem = tuple[tuple[str, ...], str]
@@ -241,7 +242,7 @@ def _room(config: RunConfig) -> Iterator[Problem]:
 def _sandbox(config: RunConfig) -> Iterator[Problem]:
     allowed = _of(config, "sandbox", "max_limits").wall_s
     for index, environment in enumerate(config.environments):
-        if isinstance(environment, ExpressionConfig) and environment.sandbox_wall_s > allowed:
+        if isinstance(environment, ExpressionConfig | PythonCodeConfig) and environment.sandbox_wall_s > allowed:
             yield (
                 (f"environments.{index}.sandbox_wall_s", "sandbox.max_limits.wall_s"),
                 f"is {environment.sandbox_wall_s:g}, above sandbox.max_limits.wall_s = {allowed:g}",
