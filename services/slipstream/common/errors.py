@@ -222,6 +222,41 @@ class RolloutQueueFull(SlipstreamError):
     reason = "ROLLOUT_QUEUE_FULL"
 
 
+class SessionUnknown(SlipstreamError):
+    """This session was never opened, is no longer kept, or is not at this runner."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "SESSION_UNKNOWN"
+
+
+class SessionEnded(SlipstreamError):
+    """The session takes no more turns; `metadata["session_reason"]` says why. Open another."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SESSION_ENDED"
+
+
+class SessionsFull(SlipstreamError):
+    """`metadata["limit"]` sessions are open already, or no admission slot came in time. Back off and retry."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "SESSIONS_FULL"
+
+
+class SessionBusy(SlipstreamError):
+    """`metadata["limit"]` turns of this session run already. Wait for one of them."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "SESSION_BUSY"
+
+
+class GatewayAbsent(SlipstreamError):
+    """The run has no gateway, so nothing could drive a session. Start it with `gateway.enabled`."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "GATEWAY_ABSENT"
+
+
 class RunEnded(SlipstreamError):
     """The run has ended and takes no more work; `metadata["state"]` says how."""
 

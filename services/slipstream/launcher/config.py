@@ -19,6 +19,7 @@ from slipstream.broadcaster.config import BroadcasterConfig
 from slipstream.common.config import BaseConfig, ServiceConfig, TlsConfig
 from slipstream.decode.config import DecodeConfig
 from slipstream.environments.config import EnvironmentConfig
+from slipstream.gateway.config import GatewayConfig
 from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.prefill.config import PrefillConfig
@@ -37,6 +38,7 @@ SERVICES: dict[str, type[ServiceConfig]] = {
     "decode": DecodeConfig,
     "runner": RunnerConfig,
     "trainer": TrainerConfig,
+    "gateway": GatewayConfig,
 }
 """Every service of a run, in the order in which they are started."""
 
@@ -46,6 +48,8 @@ REPLICATED = {"prefill": 1, "decode": 2, "runner": 1}
 OF_PREFILL = (
     "Processes of this service. 0: decode workers compute the prompts themselves; the rest of [prefill] is for nothing."
 )
+
+OF_GATEWAY = "Run it: outside agents then drive sessions, whose trajectories train."
 
 GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""
@@ -58,6 +62,7 @@ FILLED = frozenset(
         *(f"{service}_address" for service in SERVICES),
         *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
         *("evaluate_before", "evaluate_after", "evaluate_every_steps", "evaluation", "block_size_tokens"),
+        "gateway_url",
     }
 )
 """Fields of services that the launcher fills in; no section of a service has them."""
@@ -133,6 +138,8 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
     if service == "trainer":  # its decay ends where the run ends
         optim = create_model("OptimSection", __base__=_Made, **_fields_of(OptimConfig, {"total_steps"}))
         fields["optim"] = (optim, optim())
+    if service == "gateway":
+        fields["enabled"] = (bool, Field(default=False, description=OF_GATEWAY))
     if service in REPLICATED:
         least, what = (0, OF_PREFILL) if service == "prefill" else (1, "Processes of this service.")
         replicas = Field(default=REPLICATED[service], ge=least, le=64, description=what)
@@ -173,6 +180,8 @@ class RunConfig(BaseConfig):
         return getattr(self, service)
 
     def replicas(self, service: str) -> int:
+        if not getattr(self.section(service), "enabled", True):
+            return 0
         return getattr(self.section(service), "replicas", 1)
 
     def pools_with(self, engine: str) -> list[str]:

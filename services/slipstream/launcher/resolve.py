@@ -35,7 +35,7 @@ def replicas_of(config: RunConfig) -> list[str]:
         elif ranks > 1:
             names += [f"{service}-{n}-{rank}" for n in range(1, count + 1) for rank in range(ranks)]
         else:
-            names += [f"{service}-{n}" for n in range(1, count + 1)] if service in REPLICATED else [service]
+            names += [f"{service}-{n}" for n in range(1, count + 1)] if service in REPLICATED else [service] * count
     return names
 
 
@@ -45,9 +45,10 @@ def trainer_ranks(config: RunConfig) -> int:
 
 
 def rendezvous_of(config: RunConfig) -> list[str]:
-    """Groups whose ranks step together: each needs a port at which they find each other."""
+    """What takes a port beside its services' own: groups whose ranks find each other there, and the gateway's HTTP."""
     trainers = ["trainer"] if trainer_ranks(config) > 1 else []
-    return trainers + [
+    http = ["gateway"] if config.replicas("gateway") and not _setting(config, "gateway", "http_port") else []
+    return trainers + http + [
         f"{service}-{n}"
         for service in sorted(GROUPED)
         if config.data_parallel_size(service) > 1 and isinstance(_setting(config, service, "engine"), VllmConfig)
@@ -74,15 +75,18 @@ def resolve(
 ) -> dict[str, ServiceConfig]:
     """The configuration of each process. Raises `ConfigError` for what does not fit together.
 
-    `rendezvous`: where the ranks of a group of vLLM's find each other; left out, at rank 0's port and 1000.
+    `rendezvous`: addresses of `rendezvous_of`; left out, at the port of rank 0, or of the gateway, and 1000.
     `elsewhere`: each on a host of its own, on whose every address it listens, and whoever starts it takes its log.
     """
     shared = _shared_values(config, run, endpoints)
+    http = _http_address(config, endpoints, (rendezvous or {}).get("gateway"))
+    if http:
+        shared["gateway_url"] = f"{'https' if elsewhere else 'http'}://{http}/v1"
     origins = origins or Origins()
     groups = _groups(endpoints, rendezvous or {}) | _trainer_groups(endpoints, rendezvous or {})
     configs = {
         replica: _resolve_one(
-            config, run, replica, address, {**shared, **groups.get(replica, {})}, redis_url, origins, elsewhere
+            config, run, replica, address, {**shared, **groups.get(replica, {})}, redis_url, origins, elsewhere, http
         )
         for replica, address in endpoints.items()
     }
@@ -110,11 +114,12 @@ def _resolve_one(
     redis_url: str,
     origins: Origins,
     elsewhere: bool,
+    http: str,
 ) -> ServiceConfig:
     service = service_of(replica)
     config_class = SERVICES[service]
     values = {name: value for name, value in shared.items() if name in config_class.model_fields}
-    values |= config.section(service).model_dump(exclude_unset=True, exclude={"replicas", "data_parallel_size"})
+    values |= config.section(service).model_dump(exclude_unset=True, exclude={"replicas", "data_parallel_size", "enabled"})
     if isinstance(_setting(config, service, "engine") if service in GROUPED else None, VllmConfig):
         parallel = values["engine"].setdefault("parallel", {})
         parallel["data_parallel_size"] = config.data_parallel_size(service)
@@ -138,12 +143,25 @@ def _resolve_one(
     if service == "orchestrator":
         values["data_ranks"] = _data_ranks(config)
         values["environments"] = [environment.sequenced() for environment in config.environments]
+    if service == "gateway":
+        values["http_port"] = port_of(http)
+        if elsewhere:
+            values["http_host"] = ANYWHERE
     if service == "trainer":
         values["optim"] = {**values.get("optim", {}), "total_steps": _setting(config, "orchestrator", "total_steps")}
     try:
         return config_class.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(config_class, error, origins, service)) from None
+
+
+def _http_address(config: RunConfig, endpoints: Mapping[str, str], taken: str | None) -> str:
+    """Where agents reach the gateway, host:port; empty without one."""
+    if "gateway" not in endpoints:
+        return ""
+    host, _, port = endpoints["gateway"].rpartition(":")
+    chosen = _setting(config, "gateway", "http_port") or (port_of(taken) if taken else int(port) + RENDEZVOUS_OFFSET)
+    return f"{host}:{chosen}"
 
 
 def _groups(endpoints: Mapping[str, str], rendezvous: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -62,6 +62,8 @@ async def _run_rl(
     stages = [stores, service_specs(run, endpoints, access, configs)]
     count = sum(map(len, stages))
     display.say(f"run {run.name}: starting {count} processes ({', '.join(_kinds(stages))}) in {shown(run.path)}")
+    if config.replicas("gateway"):
+        display.say(f"outside agents: {getattr(configs['orchestrator'], 'gateway_url', '')}")
     latest = run_pb2.Run()
     failures = progress.GroupFailures(run.path / "metrics.jsonl")
     up: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,9 @@ async def read_status(run: RunDir) -> list[ServiceStatus]:
     if launcher_pid(run) is not None:  # else the numbers may be somebody else's by now
         for row in rows:
             row.memory_mib = memory_mib(pids.get(row.replica))
+    for row in rows:
+        if row.replica == "gateway":
+            row.load = tomllib.loads(run.service_config("orchestrator").read_text()).get("gateway_url", "")
     return list(rows)
 
 

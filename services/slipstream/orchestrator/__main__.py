@@ -27,6 +27,7 @@ from slipstream.api.run.v1 import run_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
+from slipstream.common.channels import Channels
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import DiskFull, JournalCorrupt
 from slipstream.common.runtime import Loop, Servicers, leave, run_service, serve
@@ -45,6 +46,7 @@ from slipstream.orchestrator.releaser import RowsReleaser
 from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
 from slipstream.orchestrator.servicer import BatchServicer, RunnerServicer
+from slipstream.orchestrator.session_desk import SessionDesk
 from slipstream.orchestrator.supervisor import Supervisor
 from slipstream.orchestrator.tracking.feed import TrackerFeed
 from slipstream.orchestrator.tracking.trackers import TrackedRun
@@ -110,6 +112,7 @@ class Orchestrator:
         self.supervisor = Supervisor(
             config, state=self.state, sequencer=self.sequencer, keeper=self.keeper, metrics=self.metrics
         )
+        self.desk = SessionDesk(self.state, self.sequencer, Channels(lambda address: open_channel(address, access)))
         telemetry.observe(self.state, self.sequencer, self.leases, self.journal)
         self.redis = State(config.redis.url, config.run_id)
         self.mirror = RedisMirror(
@@ -132,7 +135,7 @@ class Orchestrator:
             ),
             (
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-                RolloutServicer(self.state, self.sequencer),
+                RolloutServicer(self.state, self.sequencer, self.desk),
                 "slipstream.api.rollout.v1.RolloutService",
             ),
             (
@@ -175,6 +178,7 @@ class Orchestrator:
         """Close files and channels."""
         for channel in self._channels:
             await channel.close()
+        await self.desk.close_channels()
         await self.redis.close()
         self.journal.close()
         self.metrics.close()

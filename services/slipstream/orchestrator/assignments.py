@@ -11,6 +11,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import EnvironmentConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.external import ExternalGroup
+from slipstream.orchestrator.sessions import SessionGroup
 from slipstream.orchestrator.tasks import Task, TaskSequence
 
 TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
@@ -43,6 +44,22 @@ class Assigner:
         assignment.purpose = TRAINING
         assignment.position = group.position
         assignment.sample_count = self._samples_per_group
+        return assignment
+
+    def sessions(self, group: Group, members: SessionGroup, version: PolicyVersion) -> runner_pb2.GroupAssignment:
+        """Assign the current attempt of a position to sessions."""
+        assignment = self.training(group, version)
+        assignment.sample_count = members.size
+        assignment.deadline_ms = members.total_timeout_ms
+        assignment.session_group.name = members.name
+        assignment.session_group.idle_timeout_ms = members.idle_timeout_ms
+        asked, sampling = members.request.sampling, assignment.sampling
+        if members.request.HasField("sampling"):
+            sampling.temperature = asked.temperature
+            sampling.max_new_tokens = asked.max_new_tokens
+            sampling.seed = asked.seed or sampling.seed
+            if asked.stop_token_ids:
+                sampling.stop_token_ids[:] = asked.stop_token_ids
         return assignment
 
     def evaluation(

@@ -69,6 +69,25 @@ class DiskConfig(BaseConfig):
     """How often the free bytes are looked at."""
 
 
+class SessionsConfig(BaseConfig):
+    """Sessions that outside agents drive through the gateway."""
+
+    max_open: int = Field(default=256, ge=1, le=65536)
+    """Sessions that may be open, or wait for a slot, at once."""
+
+    kept_ended: int = Field(default=1000, ge=1)
+    """Sessions that have ended and are still shown; the oldest are forgotten."""
+
+    idle_timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    """A session ends when nothing is asked of it for this long, unless it was opened with another time."""
+
+    total_timeout_s: float = Field(default=3600.0, gt=0, le=86400)
+    """A session ends this long after its group was dispatched, unless it was opened with another time."""
+
+    only: bool = False
+    """Train on sessions alone: no task of the environments is run for training."""
+
+
 class OrchestratorConfig(ServiceConfig):
     """The sequencer of a run: what is run, in which order, and which weights it is trained into."""
 
@@ -135,6 +154,10 @@ class OrchestratorConfig(ServiceConfig):
     broadcaster: str
     """host:port of the broadcaster."""
 
+    gateway_url: str = ""
+    """What sessions are told as an OpenAI client's base URL; empty when there is no gateway."""
+
+    sessions: SessionsConfig = SessionsConfig()
     keeper: KeeperConfig = KeeperConfig()
     disk: DiskConfig = DiskConfig()
 

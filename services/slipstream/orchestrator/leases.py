@@ -29,6 +29,8 @@ class Runner:
     wake: Signal = field(default_factory=Signal)
     slot_count: int = 0
     """Groups it would run at once, when it last asked for some."""
+    address: str = ""
+    """Where it serves sessions; empty: it takes none."""
     spool_full: bool = False
     disk_full: bool = False
 

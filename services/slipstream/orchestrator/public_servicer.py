@@ -9,13 +9,16 @@ import grpc
 
 from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
-from slipstream.common.errors import EnvironmentUnknown, InvalidRequest, RunEnded, Unsupported
+from slipstream.common.errors import EnvironmentUnknown, InvalidRequest, Unsupported
+from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
 from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
+from slipstream.orchestrator.session_desk import SessionDesk
 
 _DEFAULT_PAGE = 100
 _DEFAULT_PER_SECOND = 2
+_PAUSING = "it can neither pause nor go on"
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
@@ -45,14 +48,14 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def PauseRun(
         self, request: run_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
     ) -> run_pb2.PauseRunResponse:
-        self._refuse_ended()
+        self._state.refuse_ended(_PAUSING)
         self._state.pause("client", request.reason or "paused by PauseRun")
         return run_pb2.PauseRunResponse(run=self._state.to_proto())
 
     async def ResumeRun(
         self, request: run_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
     ) -> run_pb2.ResumeRunResponse:
-        self._refuse_ended()
+        self._state.refuse_ended(_PAUSING)
         self._state.resume("client")
         self._sequencer.admission_may_have_opened()
         return run_pb2.ResumeRunResponse(run=self._state.to_proto())
@@ -68,17 +71,14 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     ) -> run_pb2.SaveCheckpointResponse:
         raise Unsupported("this release does not write resumable checkpoints", method="SaveCheckpoint")
 
-    def _refuse_ended(self) -> None:
-        if self._state.ended:
-            raise _ended(self._state, "it can neither pause nor go on")
-
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Lets third parties ask for rollouts beside the training sequence."""
 
-    def __init__(self, state: RunState, sequencer: Sequencer) -> None:
+    def __init__(self, state: RunState, sequencer: Sequencer, desk: SessionDesk) -> None:
         self._state = state
         self._sequencer = sequencer
+        self._desk = desk
         self._groups = sequencer.external
         self._answers = RequestMemory()
 
@@ -88,8 +88,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return await self._answers.once(request, lambda: self._create(request))
 
     async def _create(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
-        if self._state.ended:
-            raise _ended(self._state, "it takes no more rollouts")
+        self._state.refuse_ended("it takes no more rollouts")
         name, known = request.task.environment, self._sequencer.environments
         if request.HasField("task") and name not in known:
             raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
@@ -106,10 +105,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ListRollouts(
         self, request: rollout_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.ListRolloutsResponse:
-        if request.page_token and not request.page_token.isdecimal():
-            raise InvalidRequest("this page token was not given out", field="page_token")
         groups, more = self._groups.page(
-            int(request.page_token or 0), request.page_size or _DEFAULT_PAGE, request.filter.labels
+            _page_start(request.page_token), request.page_size or _DEFAULT_PAGE, request.filter.labels
         )
         return rollout_pb2.ListRolloutsResponse(
             rollouts=[group.rollout for group in groups], next_page_token=str(groups[-1].number) if more else ""
@@ -145,16 +142,40 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._sequencer.cancel_external(request.group_id)
         return rollout_pb2.CancelRolloutResponse(rollout=self._groups.get(request.group_id).rollout)
 
+    @ends_on_drain
     async def OpenSession(
         self, request: rollout_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.OpenSessionResponse:
-        raise Unsupported("this release does not run sessions", method="OpenSession")
+        return await self._answers.once(request, lambda: self._desk.open(request))
+
+    async def GetSession(
+        self, request: rollout_pb2.GetSessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.GetSessionResponse:
+        return rollout_pb2.GetSessionResponse(session=self._sequencer.sessions.get(request.session_id).proto)
+
+    async def ListSessions(
+        self, request: rollout_pb2.ListSessionsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.ListSessionsResponse:
+        sessions, more = self._sequencer.sessions.page(
+            _page_start(request.page_token), request.page_size or _DEFAULT_PAGE, request.filter.labels
+        )
+        return rollout_pb2.ListSessionsResponse(
+            sessions=[session.proto for session in sessions], next_page_token=str(sessions[-1].number) if more else ""
+        )
+
+    async def FindSession(
+        self, request: rollout_pb2.FindSessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.FindSessionResponse:
+        session = self._sequencer.sessions.find(request.key_sha256)
+        return rollout_pb2.FindSessionResponse(session=session.proto, address=session.group.address)
 
     async def CloseSession(
         self, request: rollout_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.CloseSessionResponse:
-        raise Unsupported("this release does not run sessions", method="CloseSession")
+        return await self._answers.once(request, lambda: self._desk.close(request))
 
 
-def _ended(state: RunState, so: str) -> RunEnded:
-    return RunEnded(f"the run has ended ({state.reason}); {so}", state=run_pb2.RunState.Name(state.state))
+def _page_start(token: str) -> int:
+    if token and not token.isdecimal():
+        raise InvalidRequest("this page token was not given out", field="page_token")
+    return int(token or 0)

@@ -11,6 +11,7 @@ import structlog
 
 from slipstream.algorithms.evaluation import Summary
 from slipstream.api.run.v1 import run_pb2
+from slipstream.common.errors import RunEnded
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.signals import Signal
@@ -87,6 +88,12 @@ class RunState:
     def ended(self) -> bool:
         """Whether the run is over."""
         return self.state in ENDED_STATES
+
+    def refuse_ended(self, so: str) -> None:
+        """Raise `RunEnded` once the run is over; `so`: what follows for the caller."""
+        if self.ended:
+            name = run_pb2.RunState.Name(self.state)
+            raise RunEnded(f"the run has ended ({self.reason}); {so}", state=name)
 
     def enter(self, phase: RunPhase) -> None:
         """Go to the next phase."""

@@ -71,8 +71,10 @@ class Sealer:
     ) -> ScoredGroup | None:
         """Return the group with its advantages, or None when its rewards do not differ (DAPO's dynamic sampling).
 
-        Raises `BadAdvantages`.
+        Where all members come with an advantage, those are taken as they are. Raises `BadAdvantages`.
         """
+        if has_advantages(records):
+            return ScoredGroup(assignment, list(records), [record.advantage for record in records])
         rewards = [record.reward for record in records]
         mean = sum(rewards) / len(rewards)
         variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
@@ -132,6 +134,11 @@ class Sealer:
             routes=record.routes,
             temperature=group.assignment.sampling.temperature,
         )
+
+
+def has_advantages(records: Sequence[runner_pb2.RolloutRecord]) -> bool:
+    """Whether whoever closed these sessions said what each is worth."""
+    return bool(records) and all(record.HasField("advantage") for record in records)
 
 
 def loss_token_count(ranges: Iterable[types_pb2.RowRange]) -> int:

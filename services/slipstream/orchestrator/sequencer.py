@@ -32,7 +32,8 @@ from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
 from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
-from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, record_rows
+from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_advantages, record_rows
+from slipstream.orchestrator.sessions import Sessions
 from slipstream.orchestrator.signals import Signal
 from slipstream.orchestrator.skipped import NOT_FINITE, SkippedSteps
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
@@ -112,6 +113,7 @@ class Sequencer:
         self.external = ExternalGroups(
             config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes
         )
+        self.sessions = Sessions(config.sessions, config.samples_per_group, config.gateway_url)
         self.evaluation: Evaluation | None = None
         self.admission_changed = Signal()
         """Notified when `acquire` may have something to give."""
@@ -151,7 +153,7 @@ class Sequencer:
         return bool(
             self._evaluation_due
             or self.external.waiting
-            or (self.state.phase is RunPhase.TRAINING and self.machine.dispatchable)
+            or (self.state.phase is RunPhase.TRAINING and self.machine.dispatchable and self._wanted)
         )
 
     @property
@@ -165,6 +167,10 @@ class Sequencer:
         slot_count = min(self.machine.admission_bound, sum(runner.slot_count for runner in self.leases.runners))
         return self.evaluation.may_take(slot_count, self.config.samples_per_group)
 
+    @property
+    def _wanted(self) -> bool:
+        return not self.config.sessions.only or self.sessions.waiting
+
     def acquire(self, runner: Runner, max_groups: int) -> list[runner_pb2.GroupAssignment]:
         """Hand out up to `max_groups` groups: evaluations first, then third parties, then training.
 
@@ -176,7 +182,7 @@ class Sequencer:
             return groups
         size_bytes = 0
         while len(groups) < max_groups and size_bytes < _ACQUIRED_BYTES and self.available:
-            groups.append(self._next_group())
+            groups.append(self._next_group(runner))
             size_bytes += groups[-1].ByteSize()
         now = self._clock()
         for group in groups:
@@ -198,7 +204,7 @@ class Sequencer:
         """Return the dispatch versions of all attempts that run."""
         return {PolicyVersion.from_proto(attempt.assignment.dispatch_version) for attempt in self._running.values()}
 
-    def _next_group(self) -> runner_pb2.GroupAssignment:
+    def _next_group(self, runner: Runner) -> runner_pb2.GroupAssignment:
         version = self.state.serving
         if self.evaluation is not None and self._evaluation_due:
             return self._assigner.evaluation(*self.evaluation.take(), version, self.evaluation.config)
@@ -206,7 +212,17 @@ class Sequencer:
             return self._assigner.external(self.external.take(version), version)
         group = self.machine.dispatch()
         assert group is not None, "available says that there is one"
-        self._journal.append("acquired", position=group.position, attempt=group.attempt, step=group.dispatch_step)
+        of_sessions = self.sessions.waiting and bool(runner.address)
+        self._journal.append(
+            "acquired",
+            position=group.position,
+            attempt=group.attempt,
+            step=group.dispatch_step,
+            **({"sessions": True} if of_sessions else {}),
+        )
+        if of_sessions:
+            members = self.sessions.take(group.position, group.attempt, runner.address, version)
+            return self._assigner.sessions(group, members, version)
         return self._assigner.training(group, version)
 
     # ---- taking reports
@@ -283,11 +299,13 @@ class Sequencer:
             self._take_external(assignment, report, finished=finished)
             return False
         position, attempt = assignment.position, assignment.attempt
+        self.sessions.reported(position, attempt, [record.sample_index for record in report.rollouts])
         if report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED:
             # Not by us: ours are no longer in the list. A runner that drains hands its groups back.
             self._lose(position, attempt)
             return False
-        if not finished or len(report.rollouts) < self.config.min_group_size:
+        few = len(report.rollouts) < self.config.min_group_size and not has_advantages(report.rollouts)
+        if not finished or few:
             self._interval.groups_failed += 1
             if finished:
                 detail = "too few of its rollouts finished"
@@ -318,11 +336,13 @@ class Sequencer:
             self.machine.filtered(position, attempt)
         else:
             self.machine.failed(position, attempt)
+        self.sessions.group_ended(position, attempt, reason)
         telemetry.groups_ended.labels(outcome.value, reason).inc()
         self._journal.append("ended", position=position, attempt=attempt, outcome=outcome.value, reason=reason)
 
     def _lose(self, position: int, attempt: int) -> None:
         group = self.machine.group(position)
+        self.sessions.group_ended(position, attempt, "RUNNER_LOST")
         if self.machine.lost(position, attempt):
             ended = group is not None and group.outcome is not None
             self._journal.append("ended" if ended else "lost", position=position, attempt=attempt, outcome="failed")
@@ -354,7 +374,7 @@ class Sequencer:
 
     def _note_outcome(self, running: Attempt, report: runner_pb2.GroupReport) -> None:
         assignment = running.assignment
-        if assignment.purpose == EXTERNAL:
+        if assignment.purpose == EXTERNAL or assignment.HasField("session_group"):
             return  # what a third party asks for must not end the run
         counted = self.evaluation is not None and assignment.group_id in self.evaluation.failed_once
         if report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
@@ -416,6 +436,7 @@ class Sequencer:
         """Cancel everything that runs: the run is over."""
         self._stop(list(self._running.values()), reason)
         self.external.end_all(reason)
+        self.sessions.end_all(reason)
         for group in list(self.machine):
             if self.machine.cancel(group.position, reason) is not None:
                 self._journal.append("ended", position=group.position, attempt=group.attempt, outcome="cancelled")
@@ -439,6 +460,7 @@ class Sequencer:
             scored = self._scored.pop(given_up.position, None)
             if scored is not None:
                 self._release_rows(ref for record in scored.records for ref in record_rows(record))
+            self.sessions.group_ended(given_up.position, given_up.attempt, given_up.reason.upper())
             counts[given_up.reason, given_up.environment] += 1
             outcome = "dropped" if given_up.reason == "run_complete" else "aged_out"
             kind = "regenerated" if given_up.regenerated else "ended"
@@ -502,6 +524,11 @@ class Sequencer:
         self.progress_at = self._clock()
         outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
         self._journal.append(outcome.value, step=version.step)
+        for group in groups:
+            if skipped:
+                self.sessions.group_ended(group.position, group.attempt, reason)
+            else:
+                self.sessions.trained(group.position, group.attempt, version.step)
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         plan = self.plans[version.step]
         self.skipped.note(plan, skipped=skipped)

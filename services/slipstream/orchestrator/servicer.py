@@ -48,6 +48,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         )
         # Others may have taken over, or the lease may have run out, while this call waited.
         runner = self._renew(request.runner_id, request.runner_epoch)
+        runner.address = request.address
         return runner_pb2.AcquireGroupsResponse(
             groups=sequencer.acquire(runner, request.max_groups),
             lease_ttl_ms=self._ttl_ms,
@@ -65,6 +66,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
             runner.spool_full = full
             self._sequencer.admission_may_have_opened()
         runner.disk_full = request.disk_full
+        self._sequencer.sessions.heard((ended.session_id, ended.reason) for ended in request.ended_sessions)
         leases.acknowledge(runner, [_key(attempt) for attempt in request.acknowledged])
         running = [_key(attempt) for attempt in request.running]
         leases.claim(runner, running)

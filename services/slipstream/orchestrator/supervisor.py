@@ -100,7 +100,8 @@ class Supervisor:
                 return f"the {role} pool had no routable worker for {config.pool_timeout_s:.0f} s{why}"
         if self._lasts("runner", not self._sequencer.leases.runners) > config.pool_timeout_s:
             return f"no runner reported for {config.pool_timeout_s:.0f} s"
-        if self._state.pauses:
+        # Of an agent that takes its time: its session has a timeout of its own.
+        if self._state.pauses or self._sequencer.sessions.open_count:
             self._sequencer.progress_at = now
         if now - self._sequencer.progress_at > config.stall_timeout_s:
             return f"nothing was trained or answered for {config.stall_timeout_s:.0f} s in {self._stalled_in()}"

@@ -50,6 +50,13 @@ groups_ended = Counter(
     ["outcome", "reason"],
 )
 groups_regenerated = Counter("slipstream_orchestrator_groups_regenerated", "Groups started again as too old.")
+sessions_open = Reading("gauge", "slipstream_orchestrator_sessions_open", "Sessions that outside agents drive.")
+sessions_opened = Counter("slipstream_orchestrator_sessions_opened", "Sessions opened.")
+sessions_ended = Counter(
+    "slipstream_orchestrator_sessions_ended",
+    "Sessions that ended, by what became of them: TRAINED, IDLE_TIMEOUT, AGED_OUT ...",
+    ["reason"],
+)
 steps_sealed = Counter("slipstream_orchestrator_steps_sealed", "Steps sealed.")
 trained_tokens = Counter("slipstream_orchestrator_trained_tokens", "Tokens of sealed steps that the loss counts.")
 lag = Histogram(
@@ -70,6 +77,7 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     groups.read_from(by_state)
     slots_used.read_from(lambda: machine.open_groups)
     slots_limit.read_from(lambda: machine.admission_bound)
+    sessions_open.read_from(lambda: sequencer.sessions.open_count)
     runners.read_from(lambda: len(leases.runners))
     run_phase.read_from(lambda: {phase.value: state.phase is phase for phase in RunPhase})
     paused.read_from(lambda: bool(state.pauses))

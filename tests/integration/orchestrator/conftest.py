@@ -129,6 +129,8 @@ class World:
         self.batches: Any = batch_pb2_grpc.BatchServiceStub(channel)
         self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
         self.runs: Any = run_pb2_grpc.RunServiceStub(channel)
+        self.session_address = ""
+        """Where the runner serves sessions; empty: it takes none."""
         self.trained: Counter[str] = Counter()
         self.plans: list[batch_pb2.Plan] = []
         self.assignments: list[runner_pb2.GroupAssignment] = []
@@ -145,6 +147,7 @@ class World:
                 runner_epoch=epoch,
                 max_groups=count,
                 wait_ms=wait_ms,
+                address=self.session_address,
             ),
             timeout=10,
         )

@@ -525,9 +525,6 @@ async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> No
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id="nobody"))
         assert isinstance(from_rpc_error(caught.value), RolloutUnknown)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await world.rollouts.OpenSession(rollout_pb2.OpenSessionRequest(request_id="s", idle_timeout_ms=1))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_large_prompts_are_handed_out_in_answers_that_fit_a_message(make_world: Make) -> None:

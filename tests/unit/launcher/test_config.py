@@ -72,8 +72,22 @@ def configs(config: RunConfig, run: RunDir):
 
 def test_every_service_gets_a_process_and_pools_get_several(config):
     replicas = replicas_of(config)
-    assert {service_of(replica) for replica in replicas} == set(SERVICES)
+    assert {service_of(replica) for replica in replicas} == set(SERVICES) - {"gateway"}, "that one is asked for"
     assert [replica for replica in replicas if service_of(replica) == "decode"] == ["decode-1", "decode-2", "decode-3"]
+
+
+def test_a_gateway_listens_beside_its_port_and_sessions_are_told_where(toml, run):
+    for overrides, port in (([], 25000), (["gateway.http-port=8080"], 8080)):
+        config = load_config(RUN_CONFIG, [toml], ["gateway.enabled=true", *overrides])
+        check(config)
+        endpoints = {replica: f"127.0.0.1:{20000 + n}" for n, replica in enumerate(replicas_of(config))}
+        assert rendezvous_of(config) == ([] if overrides else ["gateway"])
+        configs = resolve(config, run, endpoints, redis_url="redis://localhost", rendezvous={"gateway": "x:25000"})
+        assert configs["gateway"].model_dump()["http_port"] == port
+        assert configs["orchestrator"].model_dump()["gateway_url"] == f"http://127.0.0.1:{port}/v1"
+        elsewhere = resolve(config, run, endpoints, redis_url="redis://localhost", elsewhere=True)
+        assert elsewhere["gateway"].model_dump()["http_host"] == "0.0.0.0"
+        assert elsewhere["orchestrator"].model_dump()["gateway_url"].startswith("https://")
 
 
 def test_a_run_may_do_without_a_prefill_pool(toml, run):

@@ -1,0 +1,1 @@
+"""The gateway: OpenAI-compatible HTTP for outside agents, over SessionService."""

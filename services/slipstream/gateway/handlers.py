@@ -1,0 +1,156 @@
+"""The HTTP requests, each from bytes to a turn and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import structlog
+from aiohttp import web
+
+from slipstream.common.errors import SlipstreamError
+from slipstream.gateway import telemetry
+from slipstream.gateway.answers import Answer, event
+from slipstream.gateway.refusals import Refusal, refusal_of, wrong_key
+from slipstream.gateway.requests import ChatRequest, CompletionRequest, parse
+from slipstream.gateway.turns import Turns
+
+log = structlog.get_logger()
+
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"})
+STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+
+
+class Handlers:
+    """Answers requests."""
+
+    def __init__(self, turns: Turns, model: str, body_timeout_s: float, write_timeout_s: float) -> None:
+        self._turns = turns
+        self._model = model
+        self._body_timeout_s = body_timeout_s
+        self._write_timeout_s = write_timeout_s
+
+    def routes(self) -> list[web.RouteDef]:
+        """What there is."""
+        return [
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._complete),
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{model}", self._one_model),
+        ]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, ChatRequest)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, CompletionRequest)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        await self._turns.find(_key(request))
+        return web.json_response({"object": "list", "data": [self._shown()]})
+
+    async def _one_model(self, request: web.Request) -> web.StreamResponse:
+        await self._turns.find(_key(request))
+        if request.match_info["model"] != self._model:
+            raise Refusal(404, f"the model is called {self._model}", code="model_not_found", param="model")
+        return web.json_response(self._shown())
+
+    def _shown(self) -> dict[str, object]:
+        return {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
+
+    async def _answer(
+        self, request: web.Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> web.StreamResponse:
+        started_s = time.monotonic()
+        key = _key(request)
+        body = await self._body(request)
+        found = await self._turns.find(key)
+        asked = parse(kind, body)
+        turn = asked.turn(found.session.session_id)
+        answer = Answer(asked, self._model)
+        with telemetry.turn_seconds.time():
+            async with aclosing(self._turns.run(found.address, turn)) as pieces:
+                if not asked.stream:
+                    async for piece in pieces:
+                        answer.take(piece)
+                    _check_complete(answer)
+                    return web.json_response(answer.whole())
+                first = await anext(pieces, None)  # what is refused has a status of its own
+                response = web.StreamResponse(headers=STREAM_HEADERS)
+                await self._write(response, request, b"".join(answer.begin()))
+                try:
+                    while first is not None:
+                        answer.take(first)
+                        await self._write(response, request, b"".join(answer.piece(first)))
+                        first = await anext(pieces, None)
+                    _check_complete(answer)
+                except (SlipstreamError, Refusal) as error:
+                    refusal = error if isinstance(error, Refusal) else refusal_of(error)
+                    log.info("stream_broke_off", status=refusal.status, code=refusal.code)
+                    await self._write(response, request, event(refusal.as_json()))
+                    return response
+                await self._write(response, request, b"".join(answer.end()))
+        log.debug("turn_answered", duration_s=round(time.monotonic() - started_s, 3))
+        return response
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await request.read()
+        except TimeoutError:
+            raise Refusal(408, "the body did not come in time", code="request_timeout") from None
+
+    async def _write(self, response: web.StreamResponse, request: web.Request, data: bytes) -> None:
+        """Send a part. A client that takes none is let go: what it leaves is bounded by the socket's buffers."""
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(data)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client takes nothing") from None
+
+
+def _check_complete(answer: Answer) -> None:
+    if not answer.complete:
+        raise Refusal(502, "the turn broke off", code="turn_broken_off", kind="server_error")
+
+
+def _key(request: web.Request) -> str:
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not key.strip() or len(key) > 512:
+        raise wrong_key()
+    return key.strip()
+
+
+@web.middleware
+async def in_openai_shape(request: web.Request, handler: web.Handler) -> web.StreamResponse:  # pyright: ignore
+    """Whatever is refused, or goes wrong, has OpenAI's shape."""
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None and resource.canonical in PATHS else "other"
+    try:
+        response: web.StreamResponse = await handler(request)
+    except Refusal as error:
+        response = _refused(error)
+    except SlipstreamError as error:
+        log.info("request_refused", path=path, reason=error.reason)
+        response = _refused(refusal_of(error))
+    except web.HTTPRequestEntityTooLarge as error:
+        response = _refused(Refusal(413, f"the body is too large: {error.text}", code="body_too_large"))
+    except web.HTTPException as error:
+        response = _refused(Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code="not_found"))
+    except ConnectionResetError:
+        raise
+    except Exception:
+        log.exception("request_failed", path=path)
+        response = _refused(Refusal(500, "internal error", code="internal_error", kind="server_error"))
+    telemetry.requests.labels(path, str(response.status)).inc()
+    return response
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}
+    return web.json_response(refusal.as_json(), status=refusal.status, headers=headers)

@@ -1,0 +1,143 @@
+"""The HTTP server: as many connections as are allowed, none of which may take its time for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from slipstream.common.addresses import is_loopback
+from slipstream.common.config import ConfigError
+from slipstream.gateway import telemetry
+from slipstream.gateway.config import GatewayConfig
+from slipstream.gateway.handlers import Handlers, in_openai_shape
+from slipstream.gateway.refusals import Refusal
+
+MAX_HEADERS = 64
+MAX_HEADER_BYTES = 8192
+BACKLOG = 128
+STOP_TIMEOUT_S = 5.0
+_TOO_MANY = Refusal(503, "too many connections", code="connections_full", kind="server_error")
+_FULL_BODY = json.dumps(_TOO_MANY.as_json()).encode()
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
+
+
+class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+    """A connection. One that is too many is told so; one that says nothing is closed."""
+
+    __slots__ = ("_http", "_silence", "_slot")
+
+    def __init__(self, http: HttpServer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._http = http
+        self._slot = False
+        self._silence: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._http.connection_count >= self._http.config.max_connections:
+            telemetry.connections_refused.inc()
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(FULL)
+            self.force_close()
+            return
+        self._slot = True
+        self._http.connection_count += 1
+        self._silence = self._loop.call_later(self._http.config.header_timeout_s, self.force_close)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.heard()
+        if self._slot:
+            self._slot = False
+            self._http.connection_count -= 1
+        super().connection_lost(exc)
+
+    def heard(self) -> None:
+        """A request came."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+
+class BoundedServer(web.Server):
+    """Makes a `BoundedHandler` of each connection."""
+
+    http: HttpServer
+
+    def __call__(self) -> RequestHandler:  # pyright: ignore[reportMissingTypeArgument]
+        return BoundedHandler(self.http, self, loop=self._loop, **self._kwargs)
+
+
+class HttpServer:
+    """Serves `Handlers` from `start` to `stop`."""
+
+    def __init__(self, config: GatewayConfig, handlers: Handlers) -> None:
+        self.config = config
+        self.connection_count = 0
+        self.port = 0
+        self._handlers = handlers
+        self._tls = _tls(config)
+        telemetry.connections.read_from(lambda: self.connection_count)
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` where that is not possible."""
+        app = web.Application(middlewares=[_heard, in_openai_shape], client_max_size=self.config.max_body_bytes)
+        app.add_routes(self._handlers.routes())
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        app_server = self._runner.server
+        assert app_server is not None
+        self._server = BoundedServer(
+            app_server.request_handler,
+            request_factory=app_server.request_factory,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=self.config.keepalive_timeout_s,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=1.0,
+        )
+        self._server.http = self
+        host, port = self.config.http_host, self.config.http_port
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._server, host, port, ssl=self._tls, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}") from None
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Take no more connections, and give what runs a little time."""
+        self._listener.close()
+        await self._server.shutdown(STOP_TIMEOUT_S)
+        await self._runner.cleanup()
+
+
+@web.middleware
+async def _heard(request: web.Request, handler: Any) -> web.StreamResponse:
+    protocol = request.protocol
+    if isinstance(protocol, BoundedHandler):
+        protocol.heard()
+    return await handler(request)
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    if is_loopback(config.http_host):
+        return None
+    if config.tls.cert_file is None or config.tls.key_file is None:
+        raise ConfigError(
+            f"http_host is {config.http_host!r}, which is not loopback: keys would be seen on the way. That takes "
+            "tls.cert_file and tls.key_file; `slipstream certs` makes them"
+        )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(config.tls.cert_file, config.tls.key_file)
+    return context

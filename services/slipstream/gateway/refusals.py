@@ -1,0 +1,72 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.common import errors
+
+INVALID = "invalid_request_error"
+
+
+class Refusal(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, kind: str = INVALID
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.kind = kind
+
+    def as_json(self) -> dict[str, Any]:
+        """The body."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def unsupported(param: str, message: str) -> Refusal:
+    """A field, or a value of it, that there is no way to honour."""
+    return Refusal(400, f"{param}: {message}", code="unsupported_value", param=param)
+
+
+def wrong_key() -> Refusal:
+    """No session has it."""
+    return Refusal(
+        401, "no session has this key: it is the one that OpenSession answered", code="invalid_api_key", kind=INVALID
+    )
+
+
+PARAMS = {"max_new_tokens": "max_tokens", "prompt": "messages"}
+"""Fields as a client of the gateway knows them."""
+
+
+def refusal_of(error: errors.SlipstreamError) -> Refusal:
+    """What a failure behind the gateway is for its client.
+
+    Clients repeat what is answered with 408, 409, 429 and 5xx: what no repeat heals is none of these.
+    """
+    param = error.metadata.get("field") or error.metadata.get("name")
+    param = PARAMS.get(param, param) if param else None
+    code = error.reason.lower()
+    match error:
+        case errors.SessionUnknown():
+            return wrong_key()
+        case errors.SessionEnded():
+            return Refusal(410, error.message, code=code)
+        case errors.ContextTooLong():
+            return Refusal(400, error.message, code="context_length_exceeded", param=param)
+        case errors.SamplingBiased():
+            return Refusal(400, error.message, code="unsupported_value", param=param)
+        case errors.InvalidRequest() | errors.Unsupported():
+            return Refusal(400, error.message, code=code, param=param)
+        case errors.SessionBusy() | errors.Overloaded():
+            return Refusal(429, error.message, code=code, kind="rate_limit_error")
+        case errors.DeadlineExceeded():
+            return Refusal(504, error.message, code=code, kind="server_error")
+        case errors.Unreachable() | errors.Draining() | errors.StateUnavailable():
+            return Refusal(503, error.message, code=code, kind="server_error")
+        case _:
+            return Refusal(500, error.message, code=code, kind="server_error")

@@ -1,0 +1,115 @@
+"""Opening and closing sessions: what takes waiting, or a call to their runner."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from uuid import uuid4
+
+from slipstream.api.rollout.v1 import rollout_pb2, session_pb2, session_pb2_grpc
+from slipstream.common.channels import Channels
+from slipstream.common.errors import (
+    GatewayAbsent,
+    InvalidRequest,
+    SamplingBiased,
+    SessionEnded,
+    SessionsFull,
+    SessionUnknown,
+    rpc_errors,
+)
+from slipstream.orchestrator.run_state import RunState
+from slipstream.orchestrator.sequencer import Sequencer
+from slipstream.orchestrator.sessions import OPEN, AgentSession
+
+_KEY_BYTES = 32
+_END_TIMEOUT_S = 10.0
+
+
+class SessionDesk:
+    """Opens and closes sessions. A key is made here, told once, and kept as its hash alone.
+
+    `RequestMemory` holds an answer of OpenSession, key and all, for the ten minutes in which its repeat is promised.
+    """
+
+    def __init__(self, state: RunState, sequencer: Sequencer, channels: Channels) -> None:
+        self._state = state
+        self._sequencer = sequencer
+        self._sessions = sequencer.sessions
+        self._channels = channels
+
+    async def open(self, request: rollout_pb2.OpenSessionRequest) -> rollout_pb2.OpenSessionResponse:
+        """Wait for a slot and a runner."""
+        self._state.refuse_ended("it takes no more sessions")
+        if not self._sequencer.config.gateway_url:
+            raise GatewayAbsent("this run has no gateway: start it with gateway.enabled = true")
+        if request.HasField("sampling"):
+            _check_sampling(request)
+        key = secrets.token_urlsafe(_KEY_BYTES)
+        opening = self._sessions.open(request, hashlib.sha256(key.encode()).digest())
+        self._sequencer.admission_may_have_opened()
+        try:
+            await self._sessions.changed.until(
+                lambda: opening.session is not None or self._state.ended, request.wait_ms / 1000
+            )
+        finally:
+            if opening.session is None:
+                self._sessions.withdraw(opening)
+        if opening.session is None:
+            self._state.refuse_ended("it takes no more sessions")
+            waited_s = request.wait_ms / 1000
+            raise SessionsFull(
+                f"no admission slot, or no runner, came within {waited_s:g} s", limit=self._sessions.config.max_open
+            )
+        session = opening.session
+        return rollout_pb2.OpenSessionResponse(
+            session_id=session.proto.session_id, address=session.group.address, key=key, session=session.proto
+        )
+
+    async def close(self, request: rollout_pb2.CloseSessionRequest) -> rollout_pb2.CloseSessionResponse:
+        """Tell its runner."""
+        session = self._sessions.get(request.session_id)
+        if session.proto.state == OPEN:
+            await self._close(session, request)
+        return rollout_pb2.CloseSessionResponse(session=session.proto)
+
+    async def _close(self, session: AgentSession, request: rollout_pb2.CloseSessionRequest) -> None:
+        least = self._sequencer.config.min_group_size
+        if session.group.size < least and not request.discard and not request.HasField("advantage"):
+            raise InvalidRequest(
+                f"a group of {session.group.size} has no advantages of its own, which takes {least} members: give one",
+                field="advantage",
+                limit=least,
+            )
+        end = session_pb2.EndSessionRequest(
+            request_id=uuid4().hex,
+            session_id=request.session_id,
+            reward=request.reward,
+            advantage=request.advantage if request.HasField("advantage") else None,
+            discard=request.discard,
+        )
+        stub = session_pb2_grpc.SessionServiceStub(self._channels.get(session.group.address))
+        try:
+            with rpc_errors():
+                await stub.EndSession(end, timeout=_END_TIMEOUT_S)
+        except SessionEnded as error:
+            self._sessions.ended(session, error.metadata["session_reason"])
+        except SessionUnknown:  # its runner was started again, and the orchestrator has yet to hear of it
+            self._sessions.ended(session, "RUNNER_LOST")
+        else:
+            if request.discard:
+                self._sessions.ended(session, "DISCARDED")
+            else:
+                self._sessions.closed(session, request.reward)
+
+    async def close_channels(self) -> None:
+        """Close the channels to runners."""
+        await self._channels.close()
+
+
+def _check_sampling(request: rollout_pb2.OpenSessionRequest) -> None:
+    sampling = request.sampling
+    if not sampling.temperature:
+        raise SamplingBiased("greedy tokens teach nothing: a session takes a temperature", field="temperature")
+    for field, value in (("top_p", sampling.top_p % 1), ("top_k", sampling.top_k), ("min_p", sampling.min_p)):
+        if value:
+            raise SamplingBiased(f"{field} cuts tokens off, which training must not", field=field)

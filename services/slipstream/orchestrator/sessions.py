@@ -1,0 +1,295 @@
+"""Sessions that outside agents drive: which group each belongs to, who runs it, and what became of it.
+
+A group of sessions is a position of the task sequence, dispatched, leased, aged out, sealed and trained as every other;
+its members are sessions instead of rollouts of the position's task. So the staleness machine and the journal need to
+know nothing of them. Where the attempt is lost or too old, its sessions end, and the position's next attempt is an
+ordinary one, or another group of sessions.
+
+Only hashes of keys are kept. Sessions end with their orchestrator.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from slipstream.api.rollout.v1 import rollout_pb2
+from slipstream.common.errors import SessionsFull, SessionUnknown
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.orchestrator import telemetry
+from slipstream.orchestrator.config import SessionsConfig
+from slipstream.orchestrator.signals import Signal
+
+OPEN = rollout_pb2.SESSION_STATE_OPEN
+CLOSED = rollout_pb2.SESSION_STATE_CLOSED
+TRAINED = rollout_pb2.SESSION_STATE_TRAINED
+ENDED = rollout_pb2.SESSION_STATE_ENDED
+LATE = "TIMED_OUT"
+"""Of a session whose group was reported before the runner said why the session had ended."""
+
+
+@dataclass(slots=True)
+class SessionGroup:
+    """The sessions of one attempt at a position."""
+
+    name: str
+    request: rollout_pb2.OpenSessionRequest
+    """Of its first member: timeouts and sampling are those of all."""
+    size: int
+    idle_timeout_ms: int
+    total_timeout_ms: int
+    openings: list[Opening] = field(default_factory=list["Opening"])
+    """Those who wait for a runner."""
+    sessions: dict[int, AgentSession] = field(default_factory=dict[int, "AgentSession"])
+    given_up: set[int] = field(default_factory=set[int])
+    """Places that nobody took in time."""
+    address: str = ""
+    """Of its runner, once there is one."""
+    position: int = -1
+    attempt: int = 0
+    version: PolicyVersion = UNSET
+
+    @property
+    def free_places(self) -> int:
+        """How many may still join."""
+        return self.size - len(self.openings) - len(self.sessions.keys() | self.given_up)
+
+
+@dataclass(slots=True)
+class AgentSession:
+    """One session."""
+
+    proto: rollout_pb2.Session
+    group: SessionGroup
+    key_sha256: bytes
+    number: int
+
+    @property
+    def over(self) -> bool:
+        """Whether it changes no more."""
+        return self.proto.state in (TRAINED, ENDED)
+
+    def has(self, labels: Mapping[str, str]) -> bool:
+        """Whether it has all of these labels."""
+        return all(self.proto.labels.get(key) == value for key, value in labels.items())
+
+
+@dataclass(slots=True)
+class Opening:
+    """An OpenSession that waits for its session."""
+
+    request: rollout_pb2.OpenSessionRequest
+    key_sha256: bytes
+    session: AgentSession | None = None
+
+
+class Sessions:
+    """Every session that is open, and the newest that have ended."""
+
+    def __init__(self, config: SessionsConfig, samples_per_group: int, base_url: str) -> None:
+        self.config = config
+        self.changed = Signal()
+        """Notified when a session was opened or has ended."""
+        self._samples_per_group = samples_per_group
+        self._base_url = base_url
+        self._number = 0
+        self._waiting: deque[SessionGroup] = deque()
+        self._joinable: dict[str, SessionGroup] = {}
+        self._by_position: dict[int, SessionGroup] = {}
+        self._by_key: dict[bytes, AgentSession] = {}
+        self._sessions: OrderedDict[str, AgentSession] = OrderedDict()
+        self._ended: deque[AgentSession] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `take` would return a group."""
+        return bool(self._waiting)
+
+    @property
+    def open_count(self) -> int:
+        """Sessions whose agents may drive turns."""
+        return sum(session.proto.state == OPEN for session in self._sessions.values())
+
+    # ---- opening
+
+    def open(self, request: rollout_pb2.OpenSessionRequest, key_sha256: bytes) -> Opening:
+        """Join a group or begin one; the opening has its session once a runner has the group."""
+        limit = self.config.max_open
+        if self.open_count + sum(len(group.openings) for group in self._waiting) >= limit:
+            raise SessionsFull(f"{limit} sessions are open already", limit=limit)
+        opening = Opening(request, key_sha256)
+        group = self._joinable.get(request.group_key) if request.group_key else None
+        if group is None:
+            group = self._begin(request)
+        if group.address:
+            self._settle(group, opening)
+        else:
+            group.openings.append(opening)
+        if not group.free_places:
+            self._close_to_others(group)
+        return opening
+
+    def withdraw(self, opening: Opening) -> None:
+        """Give up an opening that has no session yet."""
+        for group in list(self._waiting):
+            if opening in group.openings:
+                group.openings.remove(opening)
+                if not group.openings:
+                    self._waiting.remove(group)
+                    self._close_to_others(group)
+
+    def take(self, position: int, attempt: int, address: str, version: PolicyVersion) -> SessionGroup:
+        """The group that waits longest, which a runner gets as the attempt at a position."""
+        group = self._waiting.popleft()
+        group.position, group.attempt, group.address, group.version = position, attempt, address, version
+        self._by_position[position] = group
+        openings, group.openings = group.openings, []
+        for opening in openings:
+            self._settle(group, opening)
+        return group
+
+    def _begin(self, request: rollout_pb2.OpenSessionRequest) -> SessionGroup:
+        size = request.group_size or (self._samples_per_group if request.group_key else 1)
+        group = SessionGroup(
+            f"session-{uuid.uuid4().hex}",
+            request,
+            size,
+            request.idle_timeout_ms or int(self.config.idle_timeout_s * 1000),
+            request.total_timeout_ms or int(self.config.total_timeout_s * 1000),
+        )
+        self._waiting.append(group)
+        if request.group_key:
+            self._joinable[request.group_key] = group
+        return group
+
+    def _settle(self, group: SessionGroup, opening: Opening) -> None:
+        index = next(i for i in range(group.size) if i not in group.sessions and i not in group.given_up)
+        self._number += 1
+        proto = rollout_pb2.Session(
+            session_id=f"{group.name}-{index}",
+            state=OPEN,
+            group_key=opening.request.group_key,
+            group_size=group.size,
+            sample_index=index,
+            position=group.position,
+            dispatch_version=group.version.to_proto(),
+            labels=opening.request.labels,
+            base_url=self._base_url,
+            idle_timeout_ms=group.idle_timeout_ms,
+            total_timeout_ms=group.total_timeout_ms,
+        )
+        session = AgentSession(proto, group, opening.key_sha256, self._number)
+        group.sessions[index] = opening.session = session
+        self._sessions[proto.session_id] = self._by_key[opening.key_sha256] = session
+        telemetry.sessions_opened.inc()
+        self.changed.notify()
+
+    def _close_to_others(self, group: SessionGroup) -> None:
+        key = group.request.group_key
+        if self._joinable.get(key) is group:
+            del self._joinable[key]
+
+    # ---- looking
+
+    def get(self, session_id: str) -> AgentSession:
+        """Return a session."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionUnknown(f"session {session_id!r} is not known", session_id=session_id)
+        return session
+
+    def find(self, key_sha256: bytes) -> AgentSession:
+        """Return the session of a key."""
+        session = self._by_key.get(key_sha256)
+        if session is None:
+            raise SessionUnknown("no session has this key")
+        return session
+
+    def page(self, after_number: int, size: int, labels: Mapping[str, str]) -> tuple[list[AgentSession], bool]:
+        """Return up to `size` sessions opened after `after_number`, oldest first, and whether there are more."""
+        found = [s for s in self._sessions.values() if s.number > after_number and s.has(labels)]
+        return found[:size], len(found) > size
+
+    # ---- what becomes of them
+
+    def closed(self, session: AgentSession, reward: float) -> None:
+        """Its runner has its reward."""
+        if session.proto.state == OPEN:
+            session.proto.state, session.proto.reward = CLOSED, reward
+            self.changed.notify()
+
+    def ended(self, session: AgentSession, reason: str) -> None:
+        """End a session without training on it."""
+        if not session.over:
+            session.proto.state, session.proto.reason = ENDED, reason
+            telemetry.sessions_ended.labels(reason).inc()
+            self._keep(session)
+
+    def heard(self, ended: Iterable[tuple[str, str]]) -> None:
+        """A runner says which sessions ended by themselves, and why: also such that nobody ever opened."""
+        for session_id, reason in ended:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                self.ended(session, reason)
+                continue
+            name, _, index = session_id.rpartition("-")
+            for group in self._by_position.values():
+                if group.name == name and index.isdecimal():
+                    group.given_up.add(int(index))
+                    if not group.free_places:
+                        self._close_to_others(group)
+
+    def reported(self, position: int, attempt: int, sample_indexes: Iterable[int]) -> None:
+        """A runner reported the group, with the trajectories of these members."""
+        group = self._attempt(position, attempt)
+        if group is not None:
+            self._close_to_others(group)
+            trained = set(sample_indexes)
+            for index, session in group.sessions.items():
+                if index not in trained:
+                    self.ended(session, LATE)
+
+    def trained(self, position: int, attempt: int, step: int) -> None:
+        """A step was trained on the group."""
+        group = self._forget_attempt(position, attempt)
+        for session in group.sessions.values() if group is not None else ():
+            if not session.over:
+                session.proto.state, session.proto.step = TRAINED, step
+                telemetry.sessions_ended.labels("TRAINED").inc()
+                self._keep(session)
+
+    def group_ended(self, position: int, attempt: int, reason: str) -> None:
+        """The attempt is over and will not be trained on."""
+        group = self._forget_attempt(position, attempt)
+        for session in group.sessions.values() if group is not None else ():
+            self.ended(session, reason)
+
+    def end_all(self, reason: str) -> None:
+        """The run is over."""
+        self._waiting.clear()
+        self._joinable.clear()
+        self._by_position.clear()
+        for session in list(self._sessions.values()):
+            self.ended(session, reason)
+        self.changed.notify()
+
+    def _attempt(self, position: int, attempt: int) -> SessionGroup | None:
+        group = self._by_position.get(position)
+        return group if group is not None and group.attempt == attempt else None
+
+    def _forget_attempt(self, position: int, attempt: int) -> SessionGroup | None:
+        group = self._attempt(position, attempt)
+        if group is not None:
+            del self._by_position[position]
+            self._close_to_others(group)
+        return group
+
+    def _keep(self, session: AgentSession) -> None:
+        """Forget the oldest beyond what is kept."""
+        self._ended.append(session)
+        while len(self._ended) > self.config.kept_ended:
+            forgotten = self._ended.popleft()
+            del self._sessions[forgotten.proto.session_id], self._by_key[forgotten.key_sha256]
+        self.changed.notify()
