@@ -48,12 +48,16 @@ def rendezvous_of(config: RunConfig) -> list[str]:
     """What takes a port beside its services' own: groups whose ranks find each other there, and the gateway's HTTP."""
     trainers = ["trainer"] if trainer_ranks(config) > 1 else []
     http = ["gateway"] if config.replicas("gateway") and not _setting(config, "gateway", "http_port") else []
-    return trainers + http + [
-        f"{service}-{n}"
-        for service in sorted(GROUPED)
-        if config.data_parallel_size(service) > 1 and isinstance(_setting(config, service, "engine"), VllmConfig)
-        for n in range(1, config.replicas(service) + 1)
-    ]
+    return (
+        trainers
+        + http
+        + [
+            f"{service}-{n}"
+            for service in sorted(GROUPED)
+            if config.data_parallel_size(service) > 1 and isinstance(_setting(config, service, "engine"), VllmConfig)
+            for n in range(1, config.replicas(service) + 1)
+        ]
+    )
 
 
 def group_of(replica: str) -> tuple[str, int] | None:
@@ -119,7 +123,9 @@ def _resolve_one(
     service = service_of(replica)
     config_class = SERVICES[service]
     values = {name: value for name, value in shared.items() if name in config_class.model_fields}
-    values |= config.section(service).model_dump(exclude_unset=True, exclude={"replicas", "data_parallel_size", "enabled"})
+    values |= config.section(service).model_dump(
+        exclude_unset=True, exclude={"replicas", "data_parallel_size", "enabled"}
+    )
     if isinstance(_setting(config, service, "engine") if service in GROUPED else None, VllmConfig):
         parallel = values["engine"].setdefault("parallel", {})
         parallel["data_parallel_size"] = config.data_parallel_size(service)

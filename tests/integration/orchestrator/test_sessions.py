@@ -242,7 +242,10 @@ async def test_a_session_too_old_ends_so_and_its_position_gets_an_ordinary_attem
 async def test_the_session_of_a_lost_runner_ends_and_says_so(make_agent: Make) -> None:
     async with make_agent() as agent:
         _, (opened,) = await agent.assigned(agent.open())
-        await agent.world.acquire(count=1, wait_ms=0, epoch="2")
+        told = ""
+        for _ in range(2):  # a process of the runner that has taken up nothing
+            beat = runner_pb2.HeartbeatRequest(runner_id="runner-1", runner_epoch="2", reported_to_epoch=told)
+            told = (await agent.world.runners.Heartbeat(beat, timeout=10)).orchestrator_epoch
         assert (await agent.get(opened.session_id)).reason == "RUNNER_LOST"
 
 
