@@ -66,6 +66,7 @@ READS_WALL_CLOCK = {
     "engine/worker/identity.py": "an epoch, compared for equality",
     "engine/worker/worker.py": "the timeline of busy intervals",
     "environments/chat_template.py": "today's date, for templates that tell it",
+    "gateway/answers.py": "when an answer was made, which its client is told",
     "launcher/certs.py": "from when to when a certificate is valid",
     "launcher/doctor_machine.py": "the check of the clock itself",
     "launcher/doctor_run.py": "another host's clock, and when a certificate ends",

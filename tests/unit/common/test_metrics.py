@@ -18,6 +18,7 @@ MODULES = (
     "slipstream.common.metrics",
     "slipstream.broadcaster.telemetry",
     "slipstream.engine.worker.telemetry",
+    "slipstream.gateway.telemetry",
     "slipstream.orchestrator.telemetry",
     "slipstream.orchestrator.tracking.feed",
     "slipstream.router.telemetry",
