@@ -52,6 +52,16 @@ class Part:
     data: memoryview
     unknown_ranges: Ranges = ()
     recomputed_from: int | None = None
+    excess_bytes: int = 0
+    """More than the reference names were announced, so none of them were taken."""
+
+
+class TooLong(Exception):
+    """The holder has more bytes of some references than they name, which cannot be the rows they mean."""
+
+    def __init__(self, parts: dict[RefId, Part]) -> None:
+        super().__init__(f"more bytes than {len(parts)} references name")
+        self.parts = parts
 
 
 @dataclass
@@ -65,8 +75,17 @@ class Download:
     heard: Callable[[], None] = lambda: None
     """Called at each message."""
 
-    def open(self, header: rows_pb2.RowsHeader) -> None:
+    def open(self, header: rows_pb2.RowsHeader, refs: Sequence[types_pb2.RowsRef]) -> None:
+        """Take an announcement. Raises `TooLong`, after which the rest may be asked for from the start."""
         self.heard()
+        longer = {
+            ref_id(ref): Part(part.first_position, memoryview(b""), excess_bytes=part.size_bytes - ref.size_bytes)
+            for ref, part in zip(refs, header.parts, strict=False)
+            if part.size_bytes > ref.size_bytes and not part.missing
+        }
+        if longer:
+            self.header, self.held, self.crc32 = None, 0, 0
+            raise TooLong(longer)
         if header.size_bytes > len(self.memory):
             raise FrameInvalid("more bytes than the references name", size_bytes=header.size_bytes)
         if header != self.header:
@@ -167,19 +186,25 @@ class RowsClient:
             raise TimeoutError(f"it was silent for {silence_s:g} s") from None
 
     async def _resume(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> dict[RefId, Part]:
-        failures = 0
+        failures, too_long = 0, dict[RefId, Part]()
         awaited = (Unreachable, Draining) if any(not ref.row_shape for ref in refs) else ()
-        while True:
+        while len(too_long) < len(refs):
+            asked = [ref for ref in refs if ref_id(ref) not in too_long]
             before = download.held
             try:
-                await self._receive(holder, refs, download)
-                return download.parts(refs)
+                await self._receive(holder, asked, download)
+                return {**download.parts(asked), **too_long}
+            except TooLong as error:  # they cost what refers to them, and nothing else
+                log.warning("rows_too_long", holder=holder, keys=[key for _, key, _, _ in error.parts][:3])
+                too_long |= error.parts
+                continue
             except _RETRIED as error:
                 failures = 0 if download.held > before else failures + 1
                 if failures >= MAX_ATTEMPTS and not isinstance(error, awaited):
                     raise
                 log.info("rows_fetch_resumed", holder=holder, offset_bytes=before, reason=error.reason)
             await asyncio.sleep(RETRY_PAUSE_S)
+        return too_long
 
     async def _receive(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> None:
         """Take what one stream gives, from where the last one ended."""
@@ -189,7 +214,7 @@ class RowsClient:
         try:
             messages = raw_responses(call)
             header = await read_header(messages, rows_pb2.RowsHeader)
-            download.open(header)
+            download.open(header, refs)
             if download.held != offset:
                 raise FrameInvalid("the holder's rows changed between two streams")
             async for frame in iter_data(messages):

@@ -108,7 +108,10 @@ def _whole(
 ) -> NDArray[Any] | None:
     """A copy of the scalars of positions [0, count), or None if the holder lacks some."""
     part = parts.get(ref_id(ref))
-    if part is None or part.first_position != 0:
+    if part is None:
+        return None
+    _check_size(field, ref, part)
+    if part.first_position != 0:
         return None
     values = _rows(field, ref, part, dtype, ())
     return values[:count].copy() if len(values) >= count else None
@@ -118,6 +121,7 @@ def _rows(
     field: str, ref: types_pb2.RowsRef, part: Part, dtype: np.dtype[Any], row_shape: tuple[int, ...]
 ) -> NDArray[Any]:
     """The rows of a part, not copied."""
+    _check_size(field, ref, part)
     if ref.dtype != dtype.name:
         raise RowsRefused(f"{field}.dtype", f"{ref.key!r} is {ref.dtype}, {dtype.name} is needed")
     if tuple(ref.row_shape) != row_shape:
@@ -126,6 +130,12 @@ def _rows(
     if part.data.nbytes % row_bytes:
         raise RowsRefused(f"{field}.size_bytes", f"{ref.key!r} has {part.data.nbytes} bytes, a row {row_bytes}")
     return np.frombuffer(part.data, dtype=dtype).reshape(-1, *row_shape)
+
+
+def _check_size(field: str, ref: types_pb2.RowsRef, part: Part) -> None:
+    if part.excess_bytes:
+        detail = f"{ref.key!r} has {part.excess_bytes} bytes more than the {ref.size_bytes} of its reference"
+        raise RowsRefused(f"{field}.size_bytes", detail)
 
 
 def _versions(
