@@ -98,6 +98,11 @@ def test_what_is_computed_again_takes_the_same_routes(pool, references, checkpoi
     check(pool, references("moe"), "moe", layout, tmp_path / "grads", checkpointing=checkpointing)
 
 
+def test_compiled_blocks_learn_the_same(pool, references, tmp_path):
+    how = {"compile": True, "compile_backend": "aot_eager"}  # the other backend takes a C++ compiler, and minutes
+    check(pool, references("moe"), "moe", {"data": 1, "context": 1}, tmp_path / "grads", **how)
+
+
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_a_loss_of_whole_sequences_sees_them_whole(pool, references, kind, tmp_path):
     layout = {"data": 2, "context": 2, "context_kind": kind}

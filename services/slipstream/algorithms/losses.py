@@ -113,6 +113,12 @@ def icepop_loss(
     return LossTerms(mean_over(-gain_T, tokens, totals, "tokens"), outside_T)
 
 
+def likelihood_loss(tokens: LossTokens, totals: StepTotals) -> LossTerms:
+    """`-log p`, a mean over the step's tokens: supervised learning, in which nobody sampled and `A` means nothing."""
+    inactive_T = torch.zeros_like(tokens.sequence_T, dtype=torch.bool)
+    return LossTerms(mean_over(-tokens.new_logp_T, tokens, totals, "tokens"), inactive_T)
+
+
 def _weighted(weight_T: Tensor, tokens: LossTokens, totals: StepTotals) -> LossTerms:
     terms_T = -weight_T * tokens.advantage_T * tokens.new_logp_T
     return LossTerms(mean_over(terms_T, tokens, totals, "tokens"), weight_T == 0)

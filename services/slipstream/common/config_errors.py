@@ -107,15 +107,16 @@ def explain(config_class: type[BaseModel], error: ValidationError, origins: Orig
         meant = [f"{section}.{near[0]}" if section else near[0]] if near else []
         hint = suggest(meant) or for_another_type(config_class, below, section)
         return f"{f'{place}: ' if place else ''}unknown key {dotted!r}{hint}"
-    if kind == "missing":
-        return f"{where} is required"
+    if kind == "missing":  # it has no place itself, and a flag near it is another key
+        return f"{dotted} is required beside {place}" if place.startswith("--") else f"{where} is required"
     if kind == "union_tag_not_found":
         return f"{where}.type is required; it is one of {_tags(config_class, below)}"
     given = problem.get("input")
     if kind == "union_tag_invalid":
         tags, found = _tags(config_class, below), str(context.get("tag", ""))
         near = difflib.get_close_matches(found, tags.split(", "), n=1)
-        return f"{where}.type: {found!r} is none of {tags}{suggest(near)}"
+        given_at = located(origins.place([*keys, "type"]), f"{dotted}.type")
+        return f"{given_at}: {found!r} is none of {tags}{suggest(near)}"
     got = "" if isinstance(given, dict | list | BaseModel) else f" (got {shown(given)})"
     if kind == "literal_error":
         expected = str(context["expected"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,17 +17,22 @@ from slipstream.common.config_help import help_text
 from slipstream.common.extras import FINE_TUNING_MODULES, explain, missing_modules
 from slipstream.launcher.config import RunConfig, RunSection
 from slipstream.launcher.errors import LauncherError
+from slipstream.launcher.ports import PortLease, take_ports
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run, shown
 from slipstream.launcher.services import service_command, write_configs
 from slipstream.launcher.session import STOP_SIGNALS
-from slipstream.launcher.sft import REPLICA, run_child
+from slipstream.launcher.sft import REPLICA, run_children
+from slipstream.models.registry import CONFIG_FILE
 from slipstream.trainer.chat.config import ChatConfig, CheckpointConfig, DataConfig, StartConfig, TrainingConfig
+from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
 from slipstream.trainer.optim_config import OptimConfig
 
 PROGRAM = "slipstream sft"
 RESUME = "--resume"
 SIGNALLED = 128
 """Exit codes above are those of signals."""
+REFUSED = 2
+"""What a rank exits with where configuration or data are wrong."""
 
 
 class ChatRunConfig(BaseConfig):
@@ -40,6 +46,8 @@ class ChatRunConfig(BaseConfig):
     """`total_steps` is what the data gives."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info")
     """Level of the log."""
@@ -75,16 +83,40 @@ def sft_on_chat(arguments: Sequence[str]) -> int:
         raise LauncherError(explain(PROGRAM, missing, "trainer"))
     resumed = run is not None
     run = run or create_run_dir(config.run.directory, config.run.name)
-    lock = RunLock(run)
+    before = _written_ns(run)
+    lock, lease = RunLock(run), PortLease()
     try:
         if not resumed:
             run.config_file.write_text(dump_toml(config))
-        write_configs(run, {REPLICA: _of_trainer(config, run)})
+        configs = _of_ranks(config, run, lease)
+        write_configs(run, configs)
         print(f"fine-tuning in {shown(run.path)}; log: {shown(run.log_file(REPLICA))}", flush=True)
-        code = run_child(service_command("slipstream.trainer.chat", run, REPLICA))
+        code = run_children([service_command("slipstream.trainer.chat", run, replica) for replica in configs])
     finally:
+        lease.close()
         lock.release()
-    return _told(run, code)
+    if code == REFUSED and not resumed:  # it said why, and nothing was begun
+        shutil.rmtree(run.path, ignore_errors=True)
+        return code
+    return _told(run, code, finished=_written_ns(run) != before)
+
+
+def _written_ns(run: RunDir) -> int | None:
+    """When the trained model was left there; None without one."""
+    file = run.path / "model" / CONFIG_FILE
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def _of_ranks(config: ChatRunConfig, run: RunDir, lease: PortLease) -> dict[str, ChatConfig]:
+    """The configuration of each rank, by its name."""
+    count = config.training.nproc
+    meeting = f"tcp://{take_ports([REPLICA], lease)[REPLICA]}" if count > 1 else ""
+    ranks = [RankConfig(rank=rank, rank_count=count, rendezvous=meeting) for rank in range(count)]
+    return {name: _of_trainer(config, run, name, rank) for rank in ranks for name in [_name(rank)]}
+
+
+def _name(rank: RankConfig) -> str:
+    return f"{REPLICA}-{rank.rank}" if rank.rank else REPLICA
 
 
 def _without_resume(arguments: Sequence[str]) -> tuple[list[str], RunDir | None]:
@@ -105,6 +137,10 @@ def _load(given: Arguments, run: RunDir | None) -> ChatRunConfig:
     if run is not None and "data" not in read_toml(run.config_file):
         raise ConfigError(f"{run.name} is no fine-tuning: its config.toml has no [data]")
     config, _ = load_with_origins(ChatRunConfig, [*files, *given.files], given.overrides)
+    try:
+        config.parallel.layout(config.training.nproc)
+    except ValueError as error:
+        raise ConfigError(f"parallel: {error}; training.nproc is {config.training.nproc}") from None
     for where, path, wanted in (
         ("start.initial", config.start.initial, Path.is_dir),
         ("data.train", config.data.train, Path.is_file),
@@ -123,24 +159,25 @@ def _absolute(config: ChatRunConfig) -> ChatRunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=data), "start": start})
 
 
-def _of_trainer(config: ChatRunConfig, run: RunDir) -> ChatConfig:
+def _of_trainer(config: ChatRunConfig, run: RunDir, replica: str, rank: RankConfig) -> ChatConfig:
     return ChatConfig.model_validate(
         {
             **config.model_dump(exclude={"run", "log_level"}),
             "run_id": run.name,
             "run_dir": run.path,
-            "replica": REPLICA,
+            "replica": replica,
+            "group": rank.model_dump(),
             "auth": {"token_file": run.token_file},
-            "log": {"level": config.log_level, "file": run.log_file(REPLICA)},
+            "log": {"level": config.log_level, "file": run.log_file(replica)},
             "seed": config.run.seed,
         }
     )
 
 
-def _told(run: RunDir, code: int | None) -> int:
-    """Say how it ended."""
+def _told(run: RunDir, code: int | None, *, finished: bool) -> int:
+    """Say how it ended. `finished`: it left a model."""
     resume = f"go on with: {PROGRAM} {RESUME} {shown(run.path)}"
-    if not code and (run.path / "model" / "config.json").exists():
+    if not code and finished:
         print(f"{run.name} finished: the model is in {shown(run.path / 'model')}")
         return 0
     number = code - SIGNALLED if code is not None and code > SIGNALLED else None

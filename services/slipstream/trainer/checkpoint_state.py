@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import CheckpointFailed, SlipstreamError
+from slipstream.common.version import PolicyVersion
 from slipstream.models.base import Model
+from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.optimizer import ModelOptimizer, plain_name
 from slipstream.trainer.tensor_files import SafetensorsReader, SafetensorsWriter
 
@@ -37,6 +40,33 @@ class Target:
     directory: Path
     commit: Callable[[], None]
     """Called at rank 0 once all ranks have written."""
+    discard: Callable[[], None]
+    """Removes what a failed save has left, at rank 0."""
+
+    @classmethod
+    def of(cls, store: CheckpointStore, version: PolicyVersion, figures: dict[str, float]) -> Self:
+        """The store's place for a version."""
+        begin, commit = partial(store.begin, version), partial(store.commit, version, figures)
+        return cls(begin, store.scratch(version), commit, partial(store.discard, version))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written."""
+
+    _future: Future[Any]
+    _discard: Callable[[], None]
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return when it is durable. Blocks. Raises `CheckpointFailed`, and then nothing of it is left."""
+        try:
+            self._future.result()
+        except (CheckpointException, OSError, SlipstreamError) as error:
+            self._discard()
+            raise CheckpointFailed(f"the checkpoint was not written: {_cause(error)}") from error
 
 
 def own_group() -> dist.ProcessGroup | None:
@@ -50,20 +80,17 @@ def save_async(
     others: Mapping[str, Tensor],
     target: Target,
     group: dist.ProcessGroup | None,
-) -> Future[Any]:
+) -> Saving:
     """Copy the state, and write the copy in a thread of its own. Collective where there are ranks."""
     writer = SafetensorsWriter(target.begin, target.directory, target.commit)
     state = {**_state(model, optimizer), **_named(others)}
-    saving = state_dict_saver.async_save(state, storage_writer=writer, process_group=group, no_dist=group is None)
-    return cast("Future[Any]", saving)
+    future = state_dict_saver.async_save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    return Saving(cast("Future[Any]", future), target.discard if first else _nothing)
 
 
-def wait(future: Future[Any]) -> None:
-    """Return when a save has ended. Blocks. Raises `CheckpointFailed`."""
-    try:
-        future.result()
-    except (CheckpointException, OSError, SlipstreamError) as error:
-        raise CheckpointFailed(f"the checkpoint was not written: {_cause(error)}") from error
+def _nothing() -> None:
+    """Rank 0 does it."""
 
 
 def _cause(error: BaseException) -> str:

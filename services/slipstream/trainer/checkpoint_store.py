@@ -67,6 +67,13 @@ class CheckpointStore:
                 return saved
         return None
 
+    def at(self, version: PolicyVersion) -> Saved:
+        """One that another rank has found complete. Raises `CheckpointFailed` where it is not to be seen here."""
+        saved = _read(self.root / str(version), version, with_tensors=False)
+        if saved is None:
+            raise CheckpointFailed(f"rank 0 resumes from {self.root / str(version)}, which is not complete here")
+        return saved
+
     def scratch(self, version: PolicyVersion) -> Path:
         """Where it is written."""
         return self.root / f"{_SAVING_PREFIX}{version}"
@@ -128,8 +135,8 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(path: Path, version: PolicyVersion) -> Saved | None:
-    """The checkpoint in a directory, or None if it is not complete."""
+def _read(path: Path, version: PolicyVersion, *, with_tensors: bool = True) -> Saved | None:
+    """The checkpoint in a directory, or None if it is not complete. `with_tensors`: look through their files, too."""
     marker = path / MARKER_FILE
     if not marker.exists():
         return None
@@ -137,7 +144,7 @@ def _read(path: Path, version: PolicyVersion) -> Saved | None:
         if json.loads(marker.read_text()) != {name: file_checksum(path / name) for name in (METADATA_FILE, STATE_FILE)}:
             raise ValueError(f"{METADATA_FILE} or {STATE_FILE} is not as it was written")
         state: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
-        checksums: dict[str, int] = json.loads((path / METADATA_FILE).read_text())["files"]
+        checksums: dict[str, int] = json.loads((path / METADATA_FILE).read_text())["files"] if with_tensors else {}
         wrong = [name for name, checksum in checksums.items() if file_checksum(path / name) != checksum]
         if wrong or state["version"] != str(version):
             raise ValueError(f"not as it was written: {', '.join(wrong) or state['version']}")

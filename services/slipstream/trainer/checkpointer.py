@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -26,6 +24,7 @@ from slipstream.trainer.status import Status
 from slipstream.trainer.torch_thread import TorchThread
 
 if TYPE_CHECKING:
+    from slipstream.trainer.checkpoint_state import Saving
     from slipstream.trainer.step import Learner
 
 log = structlog.get_logger()
@@ -144,27 +143,24 @@ class Checkpointer:
     async def _begin(self) -> Callable[[], Awaitable[PolicyVersion]]:
         made, started_s = self._made, time.monotonic()
         assert made is not None, "weights change until there are some"
-        version, store = made.version, self._store
-        future: Future[Any] | None = None
+        version = made.version
+        saving: Saving | None = None
         if version != self.durable:
             from slipstream.trainer.checkpoint_state import Target, own_group, save_async
 
             if not self._grouped:
                 self._group, self._grouped = await self._torch.run(own_group), True
             self._begun_step = version.step
-            begin, commit = partial(store.begin, version), partial(store.commit, version, made.figures)
-            target = Target(begin, store.scratch(version), commit)
             learner = made.learner
             state = learner.model, learner.optimizer, learner.carried
-            future = await self._torch.run(save_async, *state, target, self._group)
+            target = Target.of(self._store, version, made.figures)
+            saving = await self._torch.run(save_async, *state, target, self._group)
         copy_s = time.monotonic() - started_s
 
         async def finish() -> PolicyVersion:
             try:
-                if future is not None:
-                    from slipstream.trainer.checkpoint_state import wait
-
-                    await asyncio.to_thread(wait, future)
+                if saving is not None:
+                    await asyncio.to_thread(saving.wait)
                     self.durable = version
                     telemetry.checkpoint_written(version.step, copy_s, time.monotonic() - started_s)
                     log.info("checkpoint_written", version=str(version), copy_s=round(copy_s, 3))

@@ -88,6 +88,9 @@ class ParallelConfig(BaseConfig):
     compile: bool = False
     """Compile each block, which takes minutes at the first step. Needs a C++ compiler."""
 
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager traces blocks and computes as without `compile`: for telling which of the two a mistake is in."""
+
     timeout_s: float = Field(default=120.0, gt=0)
     """A rank for which the others have waited so long is lost: it ends the step, and is named."""
 

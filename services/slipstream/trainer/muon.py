@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+STATE = "muon_momentum"
+"""What it keeps of a parameter; SGD's is called otherwise, so that neither takes up the other's."""
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
@@ -42,9 +45,9 @@ class Muon(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer, lr = local(state["momentum_buffer"]), group["lr"]
+        if STATE not in state:
+            state[STATE] = torch.zeros_like(gradient)
+        buffer, lr = local(state[STATE]), group["lr"]
         buffer.lerp_(local(gradient), 1 - group["momentum"])
         update = local(gradient).lerp(buffer, group["momentum"])
         target = local(parameter)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.trainer.muon import Muon, local
+from slipstream.trainer.muon import STATE, Muon, local
 from slipstream.trainer.optim_config import OptimConfig, ParameterGroupConfig
 from slipstream.trainer.schedule import rate_factor
 
@@ -102,7 +102,9 @@ class ModelOptimizer:
     def state_keys(self, name: str) -> set[str]:
         """What a parameter's own optimizer keeps of it, by the names in `state`."""
         optimizer, _ = self._optimizer_of(name)
-        return {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
+        if isinstance(optimizer, torch.optim.AdamW):
+            return {"step", "exp_avg", "exp_avg_sq"}
+        return {STATE if isinstance(optimizer, Muon) else "momentum_buffer"}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         optimizer, parameter = self._optimizer_of(name)

@@ -81,16 +81,19 @@ class TrainSequence:
         return replayed_N[self.target_positions - 1]
 
 
-def plain_sequence(token_ids: Sequence[int], form: Routes) -> TrainSequence:
-    """Tokens that all but the first are targets, without a record of anything."""
+def plain_sequence(
+    token_ids: Sequence[int] | NDArray[np.int32], form: Routes, target_positions: NDArray[np.int64] | None = None
+) -> TrainSequence:
+    """Tokens without a record of anything. Unless told, all but the first are targets."""
     count = len(token_ids) - 1
+    targets = np.arange(1, count + 1) if target_positions is None else target_positions
     rows = np.zeros((count, form.moe_layers, form.top_k), route_dtype(form.expert_count))
     return TrainSequence(
         token_ids=np.asarray(token_ids, dtype=np.int32),
-        target_positions=np.arange(1, count + 1),
-        engine_logps=np.zeros(count, np.float32),
-        sampled_at=np.zeros(count, np.int64),
-        kv_oldest=np.zeros(count, np.int64),
+        target_positions=targets,
+        engine_logps=np.zeros(len(targets), np.float32),
+        sampled_at=np.zeros(len(targets), np.int64),
+        kv_oldest=np.zeros(len(targets), np.int64),
         routes=RouteRows(rows, 0, ((0, count),)),
         advantage=0.0,
     )

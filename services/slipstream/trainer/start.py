@@ -45,7 +45,7 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
         status.metrics = sft_figures(progress)
 
     check_model(config, sizes_at_start(config))
-    world, figures = meet(config), {}
+    world, figures = meet(config.group, config.parallel), {}
     if resumed:
         sizes = load_sizes(config.model_dir)
         model = find_architecture(sizes.architecture).build_model(sizes)

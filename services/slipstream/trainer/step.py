@@ -1,4 +1,4 @@
-"""One optimizer step of reinforcement learning, and what the model says of a probe. Runs on the torch thread.
+"""One optimizer step of any loss, and what the model says of a probe. Runs on the torch thread.
 
 The gradient is that of a sum over all trained tokens of the step divided by their number, so it does not depend on how
 the plan cut the step into micro-batches. Recorded routes are replayed, which makes the trainer's log-probabilities
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.algorithms.objective import Objective
 from slipstream.algorithms.tokens import LossTerms, LossTokens, StepTotals
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
@@ -52,7 +53,7 @@ class Learner:
         self,
         model: Model,
         optim: OptimConfig,
-        loss: LossConfig,
+        loss: LossConfig | Objective,
         frozen: FrozenModels | None = None,
         world: World | None = None,
         parallel: ParallelConfig | None = None,
@@ -63,11 +64,12 @@ class Learner:
         self.world = world or World()
         parallel = parallel or ParallelConfig()
         self._optim = optim
-        self._objective = build_objective(loss)
+        self._objective = loss if isinstance(loss, Objective) else build_objective(loss)
         self._cost = ModelCost.of(model)
         self._places = {} if self.world.alone else places_of(model)
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        self.ranked = shard(model, self.world, parallel.checkpointing, parallel.compile, passes)
+        compiler = parallel.compile_backend if parallel.compile else None
+        self.ranked = shard(model, self.world, parallel.checkpointing, compiler, passes)
         self._frozen = FrozenLogps(frozen or FrozenModels(), self.world, passes)
         self.optimizer = ModelOptimizer(model.named_parameters(), optim)
         self._offload = ActivationOffload(enabled=optim.offload_activations)

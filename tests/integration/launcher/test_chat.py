@@ -66,10 +66,11 @@ def test_a_stopped_fine_tuning_goes_on_where_it_was_and_leaves_a_model(root):
     asked = command("@", root / "sft.toml")
     refused = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert refused.returncode == 2
+    assert "leaves them out\n  " in refused.stderr
     assert "rows.jsonl, line 31: messages: Field required" in refused.stderr
+    assert not run.exists()
 
     with subprocess.Popen([*asked, "--data.bad-rows=skip"], stdout=subprocess.PIPE, text=True) as process:
-        run = root / "runs" / "chat-2"
         deadline = time.monotonic() + DEADLINE_S
         while len(steps_of(run)) < 5:
             assert time.monotonic() < deadline
@@ -82,15 +83,28 @@ def test_a_stopped_fine_tuning_goes_on_where_it_was_and_leaves_a_model(root):
     assert taken == list(range(1, len(taken) + 1))
     assert not (run / "model" / "config.json").exists()
 
-    ended = subprocess.run(
-        command("--resume", run, "--training.validate-every=1000"),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = resumed(run, "--training.nproc=2", f"--training.max-steps={len(taken) + 3}")
     assert f"goes on after step {len(taken)}" in ended.stdout
-    assert steps_of(run) == list(range(1, steps_of(run)[-1] + 1))
+    assert steps_of(run) == list(range(1, len(taken) + 4))
     assert load_sizes(run / "model") == sizes()
     assert (run / "model" / "tokenizer_config.json").exists()
+
+    assert "finished: the model is in" in resumed(run, f"--training.max-steps={len(taken) + 5}").stdout
+    assert steps_of(run) == list(range(1, len(taken) + 6))
+
+
+def resumed(run: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    asked = command("--resume", run, "--training.validate-every=1000", *changes)
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_groups_that_match_nothing_are_refused_and_leave_no_folder(root):
+    group = root / "group.toml"
+    group.write_text('[[optim.groups]]\npattern = "nothing"\n')
+    asked = command("@", root / "sft.toml", "@", group, "--data.bad-rows=skip")
+    refused = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: optim.groups.0.pattern: 'nothing' matches none of the")
+    assert not list((root / "runs").iterdir())

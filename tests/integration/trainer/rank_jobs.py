@@ -32,7 +32,7 @@ from unit.trainer.tiny import BASE, sequence, tiny_model
 
 from slipstream.common.version import PolicyVersion
 from slipstream.models.qwen3_moe.model import MoeModel
-from slipstream.trainer.checkpoint_state import Target, load, own_group, save_async, wait
+from slipstream.trainer.checkpoint_state import Target, load, own_group, save_async
 from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.loss_config import ClippedLossConfig
 from slipstream.trainer.optim_config import OptimConfig
@@ -125,8 +125,8 @@ def steps(training: Training, first: int, last: int) -> None:
 
 def save(training: Training, store: CheckpointStore, step: int) -> None:
     version = PolicyVersion(1, step)
-    target = Target(lambda: store.begin(version), store.scratch(version), lambda: store.commit(version, {}))
-    wait(save_async(training.model, training.optimizer, {}, target, own_group()))
+    target = Target.of(store, version, {})
+    save_async(training.model, training.optimizer, {}, target, own_group()).wait()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from slipstream.common.errors import CheckpointFailed, DiskFull
 from slipstream.models.base import Model
 from slipstream.models.registry import find_architecture
 from slipstream.trainer.chat.__main__ import Reporter
-from slipstream.trainer.chat.batches import plan_steps
+from slipstream.trainer.chat.batches import order, plan_steps
 from slipstream.trainer.chat.config import ChatConfig, TrainingConfig
 from slipstream.trainer.chat.examples import Dataset, load_dataset
 from slipstream.trainer.chat.finetuner import Diverged, Finetuner, Progress
@@ -34,6 +35,9 @@ from tests.unit.chat.conversations import PLAIN_TEMPLATE, chat_template, codec, 
 def test_every_conversation_is_in_a_step_of_each_epoch_within_the_budget(lengths, tokens, epochs, max_steps):
     config = TrainingConfig(tokens_per_step=tokens, epochs=epochs, max_steps=max_steps)
     steps = plan_steps(lengths, config, 3)
+    done = len(steps) // 2
+    taken = sum(map(len, steps[:done]))
+    assert steps[:done] + plan_steps(lengths, config, 3, step=done, taken=taken) == steps
     assert steps == plan_steps(lengths, config, 3)
     assert all(len(step) == 1 or sum(lengths[index] for index in step) <= tokens for step in steps)
     taken = [index for step in steps for index in step]
@@ -105,6 +109,7 @@ def test_a_step_s_loss_is_the_mean_over_the_assistants_tokens_however_it_is_pack
         total += float(F.cross_entropy(logits, tokens[example.target_positions], reduction="sum"))
         count += len(example.target_positions)
     expected = total / count
+    assert list(islice(order(len(whole.training), 2, of.seed), len(first))) == first
     grads = []
     for name, size in (("a", 100), ("b", 10_000), ("c", 2)):
         each = config(tmp_path / name, micro_batch_tokens=size, max_steps=1)
@@ -124,6 +129,21 @@ def test_a_stopped_run_goes_on_with_bit_equal_losses(tmp_path):
     after = run(of, second)
     assert losses(before) + losses(after) == losses(uninterrupted)
     assert validation(before) | validation(after) == validation(uninterrupted)
+
+
+def test_more_steps_go_on_where_a_finished_run_ended(tmp_path):
+    of = config(tmp_path, epochs=1)
+    first = run(of)
+    longer = config(tmp_path, epochs=3)
+    tuner = Finetuner(model(), longer, data(longer))
+    assert tuner.restore() == first[-1].step
+    more = run(longer, tuner)
+    taken = [int(each.figures["sequences"]) for each in (*first, *more) if "loss" in each.figures]
+    assert sum(taken) == 3 * len(data(of).training)
+    assert [each.step for each in more if "loss" in each.figures] == list(
+        range(first[-1].step + 1, tuner.step_count + 1)
+    )
+    assert losses(more)[-1] < losses(first)[-1]
 
 
 def test_the_last_checkpoints_are_kept_and_one_that_is_not_whole_is_none(tmp_path):
@@ -187,11 +207,11 @@ def test_a_checkpoint_that_finds_no_room_is_tried_again_and_ends_nothing(tmp_pat
 def test_the_last_checkpoint_that_finds_no_room_ends_it_and_leaves_nothing_half_written(tmp_path, monkeypatch):
     of = config(tmp_path, epochs=2)
     tuner = Finetuner(model(), of, data(of))
-    without_room(monkeypatch, len(tuner.steps))
+    without_room(monkeypatch, tuner.step_count)
     with pytest.raises(CheckpointFailed, match="no room"):
         run(of, tuner)
     assert not list(of.checkpoint_dir.glob(".saving-*"))
-    assert Finetuner(model(), of, data(of)).restore() < len(tuner.steps)
+    assert Finetuner(model(), of, data(of)).restore() < tuner.step_count
 
 
 def test_figures_that_find_no_room_end_nothing(tmp_path, monkeypatch, capsys):

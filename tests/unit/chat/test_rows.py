@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.common.config import ConfigError
 from slipstream.trainer.chat.config import DataConfig
-from slipstream.trainer.chat.examples import Dataset, load_dataset
+from slipstream.trainer.chat.examples import BadRows, Dataset, load_dataset
 from slipstream.trainer.chat.rows import BadRow, Row, read_rows
 from tests.unit.chat.conversations import (
     CALL,
@@ -106,13 +106,12 @@ WITH_TOOLS = {"messages": TOOL_CONVERSATION, "tools": WEATHER}
 
 
 def test_bad_rows_end_the_run_with_each_line_and_field(tmp_path):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(BadRows, match=r'^3 bad rows; data\.bad_rows = "skip" leaves them out$') as refused:
         load(tmp_path, [*sums(2), "{}", TOO_LONG, WITH_TOOLS])
-    said = str(refused.value)
-    assert said.startswith('3 bad rows; data.bad_rows = "skip" leaves them out')
-    assert "line 3: messages: Field required" in said
-    assert "line 4: messages: 119 tokens, above data.max_tokens = 64" in said
-    assert "line 5: tools: the chat template leaves them out" in said
+    third, fourth, fifth = refused.value.rows
+    assert third.endswith("line 3: messages: Field required")
+    assert fourth.endswith("line 4: messages: 119 tokens, above data.max_tokens = 64")
+    assert "line 5: tools: the chat template leaves them out" in fifth
 
 
 def test_bad_rows_are_left_out_and_counted_when_told_to(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from slipstream.common.config import ConfigError
-from slipstream.trainer.checkpoint_state import Target, load, save_async, wait
+from slipstream.common.version import PolicyVersion
+from slipstream.models.lora.adapters import attach
+from slipstream.models.lora.config import LoraConfig
+from slipstream.trainer.checkpoint_state import Target, load, save_async
+from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import ModelOptimizer
 
@@ -17,29 +19,29 @@ from .tiny import tiny_model
 ALGORITHMS = ("adamw", "sgd", "muon")
 
 
-def stepped(algorithm: str):
+def stepped(algorithm: str, adapters: bool):
     model = tiny_model()
+    if adapters:  # all that is trained are matrices then
+        attach(model, LoraConfig(rank=2), 0)
     optimizer = ModelOptimizer(model.named_parameters(), OptimConfig.model_validate({"algorithm": algorithm}))
-    for parameter in model.parameters():
+    for parameter in optimizer.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1)
     return model, optimizer
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
 @pytest.mark.parametrize("other", ALGORITHMS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, algorithm, other):
-    def begin() -> Path:
-        (tmp_path / "saved").mkdir()
-        return tmp_path / "saved"
-
-    model, optimizer = stepped(algorithm)
-    wait(save_async(model, optimizer, {}, Target(begin, tmp_path / "saved", lambda: None), None))
-    fresh, own = stepped(other)
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, algorithm, other, adapters):
+    target = Target.of(CheckpointStore(tmp_path), PolicyVersion(1, 1), {})
+    model, optimizer = stepped(algorithm, adapters)
+    save_async(model, optimizer, {}, target, None).wait()
+    fresh, own = stepped(other, adapters)
     if algorithm == other:
-        load(fresh, own, {}, tmp_path / "saved")
+        load(fresh, own, {}, tmp_path / "1.1")
         for name, state in optimizer.state.items():
             assert all(torch.equal(value, own.state[name][key]) for key, value in state.items())
     else:
         with pytest.raises(ConfigError, match=f'of another optimizer: .* trainer.optim.algorithm = "{other}" keeps'):
-            load(fresh, own, {}, tmp_path / "saved")
+            load(fresh, own, {}, tmp_path / "1.1")

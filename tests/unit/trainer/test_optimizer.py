@@ -83,7 +83,7 @@ def test_experts_are_orthogonalised_one_by_one():
 
 def test_muon_has_the_matrices_and_adamw_the_rest():
     learner = trained(optim(algorithm="muon"), steps=1)
-    kinds = {name: "muon" if "momentum_buffer" in state else "adamw" for name, state in learner.optimizer.state.items()}
+    kinds = {name: "muon" if "muon_momentum" in state else "adamw" for name, state in learner.optimizer.state.items()}
     assert kinds.keys() == dict(learner.model.named_parameters()).keys()
     layer = {"attention.qkv_linear.wqkv.weight", "attention.wo.weight"}
     layer |= {f"moe.routed_experts.inner_experts.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")}

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 import torch
@@ -18,15 +18,22 @@ import torch
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.disk import AppendFile, replace_file
 from slipstream.common.errors import CheckpointFailed, DiskFull
+from slipstream.common.runtime import leave
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.chat_template import ChatTemplate
 from slipstream.environments.tokenizer import CHAT_FILES, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec
-from slipstream.models.checkpoint import load_model, save_model
+from slipstream.models.base import Sizes
+from slipstream.models.checkpoint import load_model, save_model, save_tensors
 from slipstream.models.registry import BUILT_IN, read_config, sizes_of
 from slipstream.trainer.chat.config import ChatConfig
-from slipstream.trainer.chat.examples import load_dataset
+from slipstream.trainer.chat.examples import BadRows, load_dataset
 from slipstream.trainer.chat.finetuner import Diverged, Finetuner, Progress
+from slipstream.trainer.compute import device_of
 from slipstream.trainer.model_dir import move_into_place
+from slipstream.trainer.model_probe import problems
+from slipstream.trainer.parallel.meeting import meet
+from slipstream.trainer.parallel.roll import RankLost
+from slipstream.trainer.parallel.world import World
 
 log = structlog.get_logger()
 
@@ -66,34 +73,44 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
-        finetuner = _prepare(config)
-        done = finetuner.run(Reporter(config), stop.is_set)
-        if done:
-            _leave_model(config, finetuner)
+        world = meet(config.group, config.parallel)
+        with world.watching():
+            finetuner = _prepare(config, world, stop)
+            if finetuner.run(Reporter(config), stop.is_set):
+                _leave_model(config, finetuner)
+            world.all_agree(True)  # rank 0 keeps what the others meet in: it is not to leave before them
+    except BadRows as error:
+        _fail(2, config, "\n  ".join([str(error), *error.rows]))
     except ConfigError as error:
-        _fail(2, str(error))
+        _fail(2, config, str(error))
     except (Diverged, CheckpointFailed, DiskFull) as error:
-        _fail(1, str(error))
+        _fail(1, config, str(error))
+    except RankLost as error:
+        _fail(1, config, str(error), told_by_all=True)
+    leave()
 
 
-def _prepare(config: ChatConfig) -> Finetuner:
+def _prepare(config: ChatConfig, world: World, stop: threading.Event) -> Finetuner:
     start = config.start.initial
     given = read_config(start)
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in BUILT_IN:
         raise ConfigError(f"{start}: model_type is {kind!r}, and built in are {', '.join(BUILT_IN)}")
     sizes = sizes_of(kind, given)
-    if config.data.max_tokens > sizes.max_context_tokens:
-        raise ConfigError(f"data.max_tokens is {config.data.max_tokens}; {start} takes {sizes.max_context_tokens}")
+    _check_model(config, sizes)
     template = ChatTemplate.load(start, config.data.chat_template)
     data = load_dataset(config.data, TextCodec.load(start), template, config.seed)
-    finetuner = Finetuner(load_model(sizes, start), config, data)
+    model: Any = load_model(sizes, start)
+    model.to(device_of(config.compute))
+    finetuner = Finetuner(model, config, data, world, stop.is_set)
     try:
         step = finetuner.restore()
     except ValueError as error:
         raise ConfigError(f"{config.run_dir}: {error}") from None
     rows = {"training": len(data.training), "validation": len(data.validation), "bad": data.bad_rows}
-    log.info("fine_tuning", rows=rows, steps=len(finetuner.steps), from_step=step)
+    log.info("fine_tuning", rows=rows, steps=finetuner.step_count, from_step=step)
+    if world.rank:
+        return finetuner
     told = f"{rows['training']} conversations to learn from, {rows['validation']} to validate on"
     print(f"{told}, {rows['bad']} bad rows left out" if rows["bad"] else told, flush=True)
     if step:
@@ -101,10 +118,29 @@ def _prepare(config: ChatConfig) -> Finetuner:
     return finetuner
 
 
+def _check_model(config: ChatConfig, sizes: Sizes) -> None:
+    """Raise `ConfigError` for what a model of these sizes does not allow, before there is one."""
+    if config.data.max_tokens > sizes.max_context_tokens:
+        start = config.start.initial
+        raise ConfigError(f"data.max_tokens is {config.data.max_tokens}; {start} takes {sizes.max_context_tokens}")
+    try:
+        config.parallel.layout(config.group.rank_count).check_sizes(sizes)
+    except ValueError as error:
+        raise ConfigError(f"parallel.{error}") from None
+    for key, sentence in problems(sizes, None, None, config.optim.groups):
+        raise ConfigError(f"{key.removeprefix('trainer.')}: {sentence}")
+
+
 def _leave_model(config: ChatConfig, finetuner: Finetuner) -> None:
     """Weights, sizes, tokenizer and chat template: what `slipstream rl` starts from, and transformers loads."""
-    scratch = config.model_dir / ".new"
-    save_model(finetuner.model, scratch)
+    learner, scratch = finetuner.learner, config.model_dir / ".new"
+    tensors = {} if learner.world.alone else learner.whole_tensors()  # all ranks take part
+    if learner.world.rank:
+        return
+    if tensors:
+        save_tensors(learner.model.sizes, tensors, scratch)
+    else:
+        save_model(learner.model, scratch)
     for name in (TOKENIZER_FILE, *CHAT_FILES):
         source = config.start.initial / name
         if name == TEMPLATE_FILE and config.data.chat_template is not None:
@@ -114,9 +150,11 @@ def _leave_model(config: ChatConfig, finetuner: Finetuner) -> None:
     move_into_place(scratch, config.model_dir)
 
 
-def _fail(code: int, message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+def _fail(code: int, config: ChatConfig, message: str, *, told_by_all: bool = False) -> NoReturn:
+    """Tell it, once of what all ranks find."""
+    if told_by_all or config.group.rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.base import Turns
+from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
 from slipstream.trainer.optim_config import OptimConfig
 
 
@@ -66,6 +67,9 @@ class TrainingConfig(BaseConfig):
     torch_threads: int = Field(default=1, ge=1)
     """Threads of torch's operators on a CPU."""
 
+    nproc: int = Field(default=1, ge=1, le=64)
+    """Ranks, a process each, which share the model and the tokens of a step as `[parallel]` says."""
+
 
 class CheckpointConfig(BaseConfig):
     """What a run that was stopped, or killed, goes on from."""
@@ -85,6 +89,14 @@ class ChatConfig(ServiceConfig):
     training: TrainingConfig = TrainingConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
+    group: RankConfig = RankConfig()
+
+    @model_validator(mode="after")
+    def _check_parallel(self) -> ChatConfig:
+        self.parallel.layout(self.group.rank_count)
+        return self
 
     @property
     def model_dir(self) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,14 @@ log = structlog.get_logger()
 
 TOLD_ROWS = 20
 """Bad rows that are told one by one."""
+
+
+class BadRows(ConfigError):
+    """Rows that cannot be used, where that ends it; `rows` tells them, a line each."""
+
+    def __init__(self, message: str, rows: Sequence[str]) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,9 @@ def load_dataset(config: DataConfig, codec: TextCodec, template: ChatTemplate, s
         validation = [training[index] for index in sorted(chosen)]
         training = [example for index, example in enumerate(training) if index not in chosen]
     if reader.bad and config.bad_rows == "fatal":
-        told = "\n".join(f"  {row}" for row in reader.told)
-        more = f"\n  and {reader.bad - len(reader.told)} more" if reader.bad > len(reader.told) else ""
-        raise ConfigError(f'{reader.bad} bad rows; data.bad_rows = "skip" leaves them out\n{told}{more}')
+        more = [f"and {reader.bad - len(reader.told)} more"] if reader.bad > len(reader.told) else []
+        message = f'{reader.bad} bad rows; data.bad_rows = "skip" leaves them out'
+        raise BadRows(message, [*map(str, reader.told), *more])
     if not training and config.validation is None and validation:
         raise ConfigError(
             f"data.validation_rows is {config.validation_rows}, which takes all {len(validation)} good rows of "

@@ -1,38 +1,44 @@
-"""Fine-tuning: cross-entropy of the assistant's tokens, over all of a step's, however they are packed."""
+"""Fine-tuning: the step of `trainer/step.py` on the likelihood of the assistant's tokens, over all of a step's.
+
+Every rank has one, and calls the same methods in the same order.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from itertools import islice
 
 import structlog
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 
+from slipstream.algorithms.losses import likelihood_loss
+from slipstream.algorithms.objective import Objective
 from slipstream.algorithms.packing import pack
 from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
 from slipstream.models.base import Model
-from slipstream.trainer.chat.batches import plan_steps
+from slipstream.trainer.chat.batches import order, plan_steps
 from slipstream.trainer.chat.config import ChatConfig
 from slipstream.trainer.chat.examples import Dataset, Example
-from slipstream.trainer.checkpoint_state import Target, load, save_async, wait
-from slipstream.trainer.checkpoint_store import CheckpointStore
-from slipstream.trainer.offload import ActivationOffload
-from slipstream.trainer.optimizer import ModelOptimizer
-from slipstream.trainer.packed import Packed
+from slipstream.trainer.checkpoint_state import Saving, Target, load, own_group, save_async
+from slipstream.trainer.checkpoint_store import CheckpointStore, Saved
+from slipstream.trainer.compute import passes_of
+from slipstream.trainer.newest import newest_of_all
+from slipstream.trainer.parallel.world import World
+from slipstream.trainer.sequence import Lost, TrainSequence, plain_sequence
+from slipstream.trainer.step import Learner
 
 log = structlog.get_logger()
 
 MAX_SKIPPED_IN_A_ROW = 3
 PLAN = "plan"
-"""Of a checkpoint: what the steps learn from, in their order, as a digest."""
+"""Of a checkpoint: what its steps learned from, in their order, as a digest."""
+SKIPPED, TAKEN = "skipped_steps", "conversations"
+"""Figures of a checkpoint: steps that changed nothing, and conversations that were learned from, over all epochs."""
 
 
 class Diverged(Exception):
@@ -51,21 +57,33 @@ class Progress:
 class Finetuner:
     """One model, and the steps it is to take."""
 
-    def __init__(self, model: Model, config: ChatConfig, data: Dataset) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: Model,
+        config: ChatConfig,
+        data: Dataset,
+        world: World | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Looks for what there is to go on from. Raises `CheckpointFailed` where ranks do not find the same."""
+        self.world = world or World()
         self._config = config
         self._data = data
-        lengths = [len(example.token_ids) for example in data.training]
-        self.steps = plan_steps(lengths, config.training, config.seed)
-        optim = config.optim.model_copy(update={"total_steps": len(self.steps)})
-        self._optim = optim
-        self._optimizer = ModelOptimizer(model.named_parameters(), optim)
-        self._offload = ActivationOffload(enabled=optim.offload_activations)
         self._store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep_last)
-        self._saving: Future[Any] | None = None
-        self._plan = _digest(data.training, self.steps)
-        self._step = self._skipped = self._skipped_in_a_row = 0
-        self._saved_step = -1
+        self._saved = newest_of_all(self._store, self.world, stopped)
+        self._saved_step = -1 if self._saved is None else self._saved.version.step
+        self._step, self._skipped = max(0, self._saved_step), int(_figure(self._saved, SKIPPED))
+        self._taken = int(_figure(self._saved, TAKEN))
+        lengths = [len(example.token_ids) for example in data.training]
+        self._steps = plan_steps(lengths, config.training, config.seed, step=self._step, taken=self._taken)
+        self._steps_before = self._step
+        self.step_count = self._step + len(self._steps)
+        optim = config.optim.model_copy(update={"total_steps": max(1, self.step_count)})
+        objective, passes = Objective(likelihood_loss), passes_of(config.compute)
+        self.learner = Learner(model, optim, objective, None, self.world, config.parallel, passes)
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Saving | None = None
+        self._skipped_in_a_row = 0
         self._save_failed = False
 
     def restore(self) -> int:
@@ -73,100 +91,98 @@ class Finetuner:
 
         Raises `ConfigError` and `CheckpointFailed`, and `ValueError` where it learned from something else.
         """
-        saved = self._store.newest()
-        if saved is None:
+        if self._saved is None:
             return 0
-        plan = torch.zeros_like(self._plan)
-        load(self.model, self._optimizer, {PLAN: plan}, saved.path, "optim")
-        step = saved.version.step
-        if not torch.equal(plan, self._plan):
-            raise ValueError(f"the checkpoint of step {step} learned from other data, or in other steps")
-        self._step = self._saved_step = step
-        self._skipped = int(saved.figures["skipped_steps"])
-        return step
+        expected = self._digest()
+        plan = torch.zeros_like(expected)
+        learner = self.learner
+        others = {PLAN: plan, **learner.carried}
+        load(learner.model, learner.optimizer, others, self._saved.path, "optim")
+        if not torch.equal(plan, expected):
+            raise ValueError(f"the checkpoint of step {self._step} learned from other data, or in another order")
+        return self._step
 
     def run(self, on_progress: Callable[[Progress], None], stopped: Callable[[], bool] = lambda: False) -> bool:
         """Take the steps that are left; returns whether all were taken. Leaves a checkpoint.
 
-        Raises `Diverged`, and `CheckpointFailed` for the last one; one before is tried again after the next step.
+        Progress is told at rank 0. Raises `Diverged`, and `CheckpointFailed` for the last one; one before is tried
+        again after the next step.
         """
+
+        def tell(figures: dict[str, float]) -> None:
+            if figures and self.world.rank == 0:
+                on_progress(Progress(self._step, self.step_count, figures))
+
         every = self._config.training.validate_every
         if not self._step:
-            self._validate(on_progress)
-        while self._step < len(self.steps) and not stopped():
-            self._step += 1
-            on_progress(Progress(self._step, len(self.steps), self._train(self.steps[self._step - 1])))
-            if self._step % every == 0 or self._step == len(self.steps):
-                self._validate(on_progress)
-            if self._saving is not None and self._saving.done():
+            tell(self._validate())
+        while self._step < self.step_count and self.world.all_agree(not stopped()):
+            tell(self._train(self._steps[self._step - self._steps_before]))
+            if self._step % every == 0 or self._step == self.step_count:
+                tell(self._validate())
+            if self._saving is not None and self.world.all_agree(self._saving.done()):
                 self._settle()
             due = self._save_failed or self._step % self._config.checkpoint.every_steps == 0
-            if due and self._step < len(self.steps):
+            if due and self._step < self.step_count:
                 self._save()
         self._settle()
         self._save()
         self._wait()
-        return self._step == len(self.steps)
+        return self._step == self.step_count
 
     def _save(self) -> None:
         """Copy the state; the copy is written beside the next steps."""
         if self._step == self._saved_step:
             return
         self._settle()
-        version, figures = PolicyVersion(1, self._step), {"skipped_steps": float(self._skipped)}
-        begin, commit = partial(self._store.begin, version), partial(self._store.commit, version, figures)
-        target = Target(begin, self._store.scratch(version), commit)
-        self._saving = save_async(self.model, self._optimizer, {PLAN: self._plan}, target, group=None)
+        if self._group is None:
+            self._group = own_group()
+        version = PolicyVersion(1, self._step)
+        figures = {SKIPPED: float(self._skipped), TAKEN: float(self._taken)}
+        learner = self.learner
+        others = {PLAN: self._digest(), **learner.carried}
+        target = Target.of(self._store, version, figures)
+        self._saving = save_async(learner.model, learner.optimizer, others, target, self._group)
         self._saved_step, self._save_failed = self._step, False
 
     def _settle(self) -> None:
         """Wait for the one that is being written; a failure is logged, and the next step tries again."""
         try:
             self._wait()
-        except CheckpointFailed as error:
+        except CheckpointFailed as error:  # of all ranks, or of none
             log.error("checkpoint_failed", step=self._saved_step, detail=error.message)
             self._saved_step, self._save_failed = -1, True
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        try:
-            wait(saving)
-        except CheckpointFailed:
-            self._store.discard(PolicyVersion(1, self._saved_step))
-            raise
+        if saving is not None:
+            saving.wait()
 
     def _train(self, indexes: Sequence[int]) -> dict[str, float]:
         """One step; where loss or gradient is not finite, weights and state stay as they are."""
         started_s = time.monotonic()
+        self._step += 1
+        self._taken += len(indexes)
         examples = [self._data.training[index] for index in indexes]
         target_count = sum(len(example.target_positions) for example in examples)
         input_count = sum(len(example.token_ids) - 1 for example in examples)
-        self._optimizer.zero_grad()
-        loss, slots = 0.0, 0
-        for batch in self._micro_batches(examples):
-            packed = _packed(batch)
-            with self._offload.forward():
-                logits_RV = packed.logits_RV(self.model, balance=True)
-                part = F.cross_entropy(logits_RV, packed.targets_R, reduction="sum") / target_count
-            balance = self.model.routes.balance_loss() * (packed.tokens_1T.numel() / input_count)
-            (part + self._optim.balance_coefficient * balance).backward()
-            loss += float(part.detach())
-            slots += math.prod(packed.documents.shape)
-        norm = torch.nn.utils.clip_grad_norm_(list(self.model.parameters()), self._optim.max_grad_norm)
-        figures = {"loss_tokens": target_count, "tokens": input_count, "sequences": len(examples)}
-        if math.isfinite(loss) and bool(torch.isfinite(norm)):
-            self._skipped_in_a_row = 0
-            rate = self._optimizer.step(self._step)
-            figures |= {"loss": loss, "grad_norm": float(norm), "learning_rate": rate}
-        else:
+        batches = self._micro_batches(examples)
+        own_count = sum(sequence.input_count for batch in batches for sequence in batch)
+        self.learner.begin(target_count, len(examples), own_count, trained=0)
+        self.learner.add(batches)
+        found = self.learner.finish(self._step)
+        if found["step_skipped"]:
             self._skip(examples)
+        else:
+            self._skipped_in_a_row = 0
         duration_s = time.monotonic() - started_s
+        shown = () if found["step_skipped"] else ("loss", "grad_norm", "learning_rate", "padding_fraction")
         return {
-            **figures,
+            "loss_tokens": target_count,
+            "tokens": input_count,
+            "sequences": len(examples),
+            **{name: found[name] for name in shown if name in found},
             "skipped_steps": self._skipped,
-            "padding_fraction": 1 - input_count / slots,
             "tokens_per_s": input_count / duration_s,
             "duration_s": duration_s,
         }
@@ -181,32 +197,40 @@ class Finetuner:
                 f"which learned from these lines of {self._config.data.train}: {lines}"
             )
 
-    @torch.no_grad()
-    def _validate(self, on_progress: Callable[[Progress], None]) -> None:
-        """The mean over all tokens of the validation set."""
+    def _validate(self) -> dict[str, float]:
+        """The mean over all tokens of the validation set; nothing without one."""
         if not self._data.validation:
-            return
+            return {}
         total, count = 0.0, 0
         for batch in self._micro_batches(self._data.validation):
-            packed = _packed(batch)
-            logits_RV = packed.logits_RV(self.model)
-            total += float(F.cross_entropy(logits_RV, packed.targets_R, reduction="sum"))
-            count += packed.targets_R.numel()
-        on_progress(Progress(self._step, len(self.steps), {"validation_loss": total / count}))
+            if not batch and self.world.alone:
+                continue
+            logps_R = self.learner.logps(batch)
+            if self.world.context_rank == 0:  # whose ranks have them all
+                total, count = total - float(logps_R.sum()), count + len(logps_R)
+        sums = self.world.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
+        return {"validation_loss": sums[0] / sums[1]}
 
-    def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+    def _micro_batches(self, examples: Sequence[Example]) -> list[list[TrainSequence | Lost]]:
+        """Of this rank; all have as many."""
         lengths = [len(example.token_ids) - 1 for example in examples]
-        (batches,) = pack(lengths, self._config.training.micro_batch_tokens)
-        return [[examples[index] for index in batch] for batch in batches]
+        ranks = pack(lengths, self._config.training.micro_batch_tokens, self.world.layout.data)
+        form = self.learner.model.routes
+        return [
+            [plain_sequence(examples[n].token_ids, form, examples[n].target_positions) for n in batch]
+            for batch in ranks[self.world.data_rank]
+        ]
+
+    def _digest(self) -> torch.Tensor:
+        """Of what the steps so far learned from."""
+        training, config = self._data.training, self._config
+        sha256 = hashlib.sha256()
+        for example in training:
+            sha256.update(example.token_ids.tobytes() + b"/" + example.target_positions.tobytes() + b"\n")
+        taken = list(islice(order(len(training), config.training.epochs, config.seed), self._taken))
+        sha256.update(repr(taken).encode())
+        return torch.frombuffer(bytearray(sha256.digest()), dtype=torch.uint8)
 
 
-def _packed(batch: Sequence[Example]) -> Packed:
-    return Packed.of([example.token_ids for example in batch], [example.target_positions for example in batch])
-
-
-def _digest(training: Sequence[Example], steps: Sequence[Sequence[int]]) -> torch.Tensor:
-    sha256 = hashlib.sha256()
-    for example in training:
-        sha256.update(example.token_ids.tobytes() + b"/" + example.target_positions.tobytes() + b"\n")
-    sha256.update(repr(steps).encode())
-    return torch.frombuffer(bytearray(sha256.digest()), dtype=torch.uint8)
+def _figure(saved: Saved | None, name: str) -> float:
+    return 0.0 if saved is None else saved.figures.get(name, 0.0)

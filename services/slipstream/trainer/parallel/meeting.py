@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.common.config import ConfigError
-from slipstream.trainer.config import TrainerConfig
+from slipstream.trainer.config import ParallelConfig, RankConfig
 from slipstream.trainer.parallel.board import Board
 from slipstream.trainer.parallel.roll import Roll
 from slipstream.trainer.parallel.world import World
@@ -27,9 +27,8 @@ SILENCE_PART = 0.25
 """Of `timeout_s`, after which a rank that gives no sign is lost to those that wait outside of collectives."""
 
 
-def meet(config: TrainerConfig) -> World:
+def meet(place: RankConfig, parallel: ParallelConfig) -> World:
     """The world of all ranks, once they are there; of this one where it is alone. Raises `ConfigError`."""
-    place, parallel = config.group, config.parallel
     layout = parallel.layout(place.rank_count)
     if place.rank_count == 1:
         return World(layout)

@@ -12,6 +12,7 @@ as it is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ with light_imports():
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
+# Outputs of a sharded module are views here, and nothing writes to them in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 Checkpointing = Literal["none", "selective", "full"]
 """Which activations of a block are computed again in the backward pass, with the same replayed routes."""
@@ -179,10 +182,10 @@ def shard(
     model: Model,
     world: World,
     checkpointing: Checkpointing = "none",
-    compiled: bool = False,
+    compiler: str | None = None,
     passes: Passes = DEFAULT_PASSES,
 ) -> Ranked:
-    """Spread `model`, which is whole and the same on all ranks, in place."""
+    """Spread `model`, which is whole and the same on all ranks, in place. `compiler`: torch's name of a backend."""
     world.layout.check_heads(model.sizes.n_heads, model.sizes.n_kv_heads)
     expert_mesh = world.dims and world.dims.get_optional_mesh("ep")
     if expert_mesh is not None:
@@ -190,9 +193,9 @@ def shard(
     if checkpointing != "none":
         policy = FullAC if checkpointing == "full" else SelectiveAC
         policy.Config().build().apply(model)  # pyright: ignore[reportArgumentType]
-    if compiled:
+    if compiler is not None:
         for block in model.layers.values():  # pyright: ignore[reportAttributeAccessIssue]
-            block.compile()
+            block.compile(backend=compiler)
     if passes.bfloat16:
         _norm_as_they_come(model)
     ranked = Ranked(model, world, passes)
