@@ -34,6 +34,7 @@ from slipstream.common.runtime import Loop, Servicers, leave, run_service, serve
 from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator import telemetry
+from slipstream.orchestrator.checkpoint_calls import CheckpointCalls
 from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.disk_watch import DiskWatch
 from slipstream.orchestrator.journal import Journal, segments
@@ -77,6 +78,7 @@ class Orchestrator:
             log.warning("journal_tail_cut", path=str(self.journal.path), cut_bytes=self.journal.recovered.cut_bytes)
         self.journal.append("run", run_id=config.run_id, seed=config.seed, total_steps=config.total_steps)
         self.state = RunState(config.run_id, config.total_steps, self.metrics)
+        self.checkpoints = CheckpointCalls(self.state)
         self.leases = RunnerLeases(config.runner_lease_ttl_s, time.monotonic)
         self.releaser = RowsReleaser(channel)
         self.sequencer = Sequencer(
@@ -140,12 +142,12 @@ class Orchestrator:
             ),
             (
                 batch_pb2_grpc.add_BatchServiceServicer_to_server,
-                BatchServicer(self.sequencer, self.state, self.journal),
+                BatchServicer(self.sequencer, self.state, self.journal, self.checkpoints),
                 "slipstream.api.training.v1.BatchService",
             ),
             (
                 run_pb2_grpc.add_RunServiceServicer_to_server,
-                RunServicer(self.state, self.sequencer, self.supervisor.end),
+                RunServicer(self.state, self.sequencer, self.checkpoints, self.supervisor.end),
                 "slipstream.api.run.v1.RunService",
             ),
         ]

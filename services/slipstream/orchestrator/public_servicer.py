@@ -9,9 +9,10 @@ import grpc
 
 from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
-from slipstream.common.errors import EnvironmentUnknown, InvalidRequest, Unsupported
+from slipstream.common.errors import EnvironmentUnknown, InvalidRequest
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
+from slipstream.orchestrator.checkpoint_calls import MAX_WAIT_S, CheckpointCalls
 from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
 from slipstream.orchestrator.session_desk import SessionDesk
@@ -24,9 +25,16 @@ _PAUSING = "it can neither pause nor go on"
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     """Shows the run and lets it be paused and stopped."""
 
-    def __init__(self, state: RunState, sequencer: Sequencer, end: Callable[[run_pb2.RunState, str], None]) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        sequencer: Sequencer,
+        checkpoints: CheckpointCalls,
+        end: Callable[[run_pb2.RunState, str], None],
+    ) -> None:
         self._state = state
         self._sequencer = sequencer
+        self._checkpoints = checkpoints
         self._end = end
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: grpc.aio.ServicerContext) -> run_pb2.GetRunResponse:
@@ -66,10 +74,14 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._end(run_pb2.RUN_STATE_STOPPED, request.reason or "stopped by StopRun")
         return run_pb2.StopRunResponse(run=self._state.to_proto())
 
+    @ends_on_drain
     async def SaveCheckpoint(
         self, request: run_pb2.SaveCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> run_pb2.SaveCheckpointResponse:
-        raise Unsupported("this release does not write resumable checkpoints", method="SaveCheckpoint")
+        left_s: float | None = context.time_remaining()
+        timeout_s = MAX_WAIT_S if left_s is None else left_s
+        version = await self._checkpoints.wait(self._sequencer.machine.trained_step, timeout_s)
+        return run_pb2.SaveCheckpointResponse(version=version.to_proto())
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):

@@ -13,6 +13,7 @@ from slipstream.common.errors import DiskFull, IncarnationSuperseded, InvalidReq
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.checkpoint_calls import CheckpointCalls
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner
 from slipstream.orchestrator.run_state import RunPhase, RunState
@@ -120,7 +121,8 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
 class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     """Gives sealed plans to the trainer and takes what it trained."""
 
-    def __init__(self, sequencer: Sequencer, state: RunState, journal: Journal) -> None:
+    def __init__(self, sequencer: Sequencer, state: RunState, journal: Journal, checkpoints: CheckpointCalls) -> None:
+        self._checkpoints = checkpoints
         self._sequencer = sequencer
         self._state = state
         self._journal = journal
@@ -144,7 +146,9 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         next_step = sequencer.machine.sealed_step + 1
         if step not in sequencer.plans and step != next_step:
             raise StepNotNext(f"step {step} is not the next to be sealed", next_step=next_step)
-        sequencer.checkpointed(request.checkpoint_step if request.HasField("checkpoint_step") else None)
+        checkpoint_step = request.checkpoint_step if request.HasField("checkpoint_step") else None
+        sequencer.checkpointed(checkpoint_step)
+        self._checkpoints.heard(request.incarnation, checkpoint_step)
         sequencer.want(step)
         await sequencer.sealed.until(lambda: step in sequencer.plans or self._state.ended, request.wait_ms / 1000)
         self._check_incarnation(request.incarnation)
@@ -157,11 +161,12 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
                     ready_group_count=sequencer.ready_groups,
                     needed_group_count=sequencer.config.groups_per_step,
                     checkpoint_due=sequencer.checkpoint_due,
-                )
+                ),
+                checkpoint_asked=self._checkpoints.due,
             )
         # A plan must outlive this machine before anyone acts on it.
         await asyncio.shield(self._journal.sync())
-        answer = batch_pb2.GetPlanResponse(plan=plan.plans[request.rank])
+        answer = batch_pb2.GetPlanResponse(plan=plan.plans[request.rank], checkpoint_asked=self._checkpoints.due)
         answer.plan.version.incarnation = request.incarnation
         return answer
 

@@ -17,6 +17,7 @@ import structlog
 from slipstream.common.errors import CheckpointFailed, Unsupported
 from slipstream.common.version import PolicyVersion
 from slipstream.trainer import telemetry
+from slipstream.trainer.asked_saves import AskedSaves
 from slipstream.trainer.checkpoint_store import CheckpointStore, Saved
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.room import write_when_room
@@ -25,6 +26,7 @@ from slipstream.trainer.torch_thread import TorchThread
 
 if TYPE_CHECKING:
     from slipstream.trainer.checkpoint_state import Saving
+    from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
 
 log = structlog.get_logger()
@@ -56,6 +58,7 @@ class Checkpointer:
         self._begun_step = 0
         self._alone = config.group.rank_count == 1
         self._rank = config.group.rank
+        self._asked = AskedSaves()
         self._group: Any = None
         self._grouped = False
         self.durable: PolicyVersion | None = None
@@ -86,11 +89,16 @@ class Checkpointer:
         return opened[-1]
 
     async def newest(self) -> Saved | None:
-        """What to resume from."""
-        saved = await asyncio.to_thread(self._store.newest) if self.enabled else None
-        if saved is not None:
-            self.durable, self._begun_step = saved.version, saved.version.step
-        return saved
+        """What to resume from, at rank 0, which looks through it for all."""
+        return await asyncio.to_thread(self._store.newest) if self.enabled and not self._rank else None
+
+    def at(self, version: PolicyVersion) -> Saved:
+        """What rank 0 has found. Raises `CheckpointFailed`."""
+        return self._store.at(version)
+
+    def resumed(self, saved: Saved) -> None:
+        """The learner is to be brought to this one."""
+        self.durable, self._begun_step = saved.version, saved.version.step
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -102,29 +110,59 @@ class Checkpointer:
         """The learner has come to a version."""
         self._made = _Made(learner, version, figures)
 
-    def due(self, step: int, *, early: bool = False) -> bool:
+    def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step`; while one is being written, the next step is asked again.
 
-        Several ranks answer alike: they wait for the one that is being written. `early`: before its interval, as others
-        wait for it; only where there is one rank.
+        Several ranks answer alike: they wait for the one that is being written.
         """
-        if not self._alone:
-            return self.enabled and not early and step - self._begun_step >= self._interval_steps
-        interval_steps = 1 if early else self._interval_steps
-        return self.enabled and step - self._begun_step >= interval_steps and not self._one.locked()
+        due = self.enabled and step - self._begun_step >= self._interval_steps
+        return due and not (self._alone and self._one.locked())
+
+    def hasten(self, step: int) -> None:
+        """Write one after `step`, before its interval, as others wait for it. Rank 0 hears that."""
+        if self.enabled and not self._rank and step > self._begun_step and not self._one.locked():
+            self._asked.soon()
+
+    async def asked(self, world: World) -> bool:
+        """Whether all ranks are to write one now, before they go on."""
+        return self._made is not None and self.enabled and await self._asked.pending(world, self._made.version)
+
+    def end(self) -> None:
+        """The training has ended."""
+        self._asked.end()
 
     async def save(self) -> PolicyVersion:
         """Write a checkpoint of the next moment at which nothing changes; returns its version when it is durable.
 
         Raises:
-            Unsupported: none are written.
+            Unsupported: none are written, or another rank is to be asked.
             CheckpointFailed: it could not be written; the one before stands.
         """
         if not self.enabled:
             raise Unsupported("trainer.checkpoint.interval_steps is 0: no checkpoints are written", field="checkpoint")
-        if not self._alone:
-            raise Unsupported("several ranks write checkpoints at their interval alone", field="checkpoint")
-        return await self.first()
+        if self._rank:
+            raise Unsupported("rank 0 takes this call for all ranks", field="checkpoint")
+        return await (self.first() if self._alone else self._asked.wait())
+
+    async def begin_asked(self) -> Callable[[], Awaitable[PolicyVersion]]:
+        """`begin` of all ranks at once, for those who asked."""
+        waiting = self._asked.begin()
+        finish = await self.begin()
+
+        async def finish_and_tell() -> PolicyVersion:
+            try:
+                version = await finish()
+            except CheckpointFailed as error:
+                for future in waiting:
+                    if not future.done():
+                        future.set_exception(error)
+                raise
+            for future in waiting:
+                if not future.done():
+                    future.set_result(version)
+            return version
+
+        return finish_and_tell
 
     async def first(self) -> PolicyVersion:
         """The same, by all ranks at once."""
@@ -162,12 +200,15 @@ class Checkpointer:
                 if saving is not None:
                     await asyncio.to_thread(saving.wait)
                     self.durable = version
+                    self._asked.note(version, failed=False)
                     telemetry.checkpoint_written(version.step, copy_s, time.monotonic() - started_s)
                     log.info("checkpoint_written", version=str(version), copy_s=round(copy_s, 3))
                 return version
             except CheckpointFailed as error:
-                if self._alone:  # ranks must not differ in when they try again
+                if self._alone:
                     self._begun_step = self.durable.step if self.durable else 0
+                else:  # ranks must not differ in when they try again
+                    self._asked.note(version, failed=True)
                 telemetry.checkpoints_failed.inc()
                 log.error("checkpoint_failed", version=str(version), detail=error.message)
                 raise

@@ -24,7 +24,6 @@ from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
 from slipstream.common.disk import replace_file
 from slipstream.common.errors import (
     BroadcastStoreFull,
-    CheckpointFailed,
     DeadlineExceeded,
     DiskFull,
     Draining,
@@ -35,6 +34,7 @@ from slipstream.common.errors import (
 from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import TOKENIZER_FILE
 from slipstream.trainer import telemetry
+from slipstream.trainer.asked_saves import Move
 from slipstream.trainer.checkpointer import Checkpointer
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.cost import peak_flops, speed
@@ -196,8 +196,9 @@ class TrainingLoop:
         saved = await self._checkpoints.newest()
         learner, figures = await self._torch.run(self._start, self._config, self._status, saved is not None)
         if self._checkpoints.enabled and not learner.world.alone:
-            await self._torch.run(self._agree, learner.world, saved)
+            saved = await self._torch.run(self._agree, learner.world, saved)
         if saved is not None:
+            self._checkpoints.resumed(saved)
             from slipstream.trainer.checkpoint_state import load
 
             await self._torch.run(load, learner.model, learner.optimizer, learner.carried, saved.path)
@@ -208,17 +209,15 @@ class TrainingLoop:
         self._checkpoints.made(learner, step.version, figures)
         return learner, step
 
-    def _agree(self, world: World, saved: Saved | None) -> None:
-        """Take the incarnation that rank 0 has opened, and see that it resumes from the same. On the torch thread."""
-        found = str(saved.version) if saved else "nothing"
+    def _agree(self, world: World, saved: Saved | None) -> Saved | None:
+        """Take the incarnation that rank 0 has opened, and what it has found to resume from. On the torch thread."""
         if world.rank == 0:
-            world.board.put("resumed", f"{self._incarnation}/{found}")
-            return
-        said = world.board.wait_for("resumed", self._status.stop.is_set)
-        incarnation, _, theirs = (said or f"{self._incarnation}/{found}").partition("/")
-        if theirs != found:
-            raise CheckpointFailed(f"rank {world.rank} finds {found} to resume from, rank 0 {theirs}")
+            world.board.put("resumed", f"{self._incarnation}/{saved.version if saved else ''}")
+            return saved
+        said = world.board.wait_for("resumed", self._status.stop.is_set) or f"{self._incarnation}/"
+        incarnation, _, version = said.partition("/")
         self._incarnation = int(incarnation)
+        return self._checkpoints.at(PolicyVersion.parse(version)) if version else None
 
     async def _steps(self, learner: Learner, step: int) -> int:
         """All steps after `step`; returns the last one trained."""
@@ -227,9 +226,8 @@ class TrainingLoop:
             while True:
                 self._status.enter("waiting")
                 waited_s = time.monotonic()
-                plan = await self._next_plan(step + 1)
-                go = await self._torch.run(learner.world.all_agree, plan is not None)
-                if plan is None or not go:
+                plan = await self._agreed_plan(learner.world, step + 1, group)
+                if plan is None:
                     break
                 step += 1
                 wait_s = time.monotonic() - waited_s
@@ -243,43 +241,67 @@ class TrainingLoop:
                     await publishing
                 publishing = group.create_task(self._publish(snapshot, result), name=f"publish-{step}")
                 if plan.last:
+                    self._checkpoints.end()
                     break
         return step
 
-    async def _next_plan(self, step: int) -> batch_pb2.Plan | None:
-        """The plan of `step`, or None when the run is over."""
+    async def _agreed_plan(self, world: World, step: int, group: asyncio.TaskGroup) -> batch_pb2.Plan | None:
+        """The plan of `step` once all ranks have theirs, None when the run is over. Checkpoints asked for are first."""
+        plan: batch_pb2.Plan | None = None
+        while True:
+            move, plan = await self._next_move(world, step, plan)
+            agreed = await self._torch.run(world.least, move)
+            if agreed == Move.END:
+                self._checkpoints.end()
+                return None
+            if agreed == Move.TRAIN:
+                return plan
+            writing = self._checkpoints.finish_beside(await self._checkpoints.begin_asked())
+            if plan is None:
+                await writing
+            else:
+                group.create_task(writing, name=f"checkpoint-before-{step}")
+
+    async def _next_move(
+        self, world: World, step: int, plan: batch_pb2.Plan | None
+    ) -> tuple[Move, batch_pb2.Plan | None]:
+        """What this rank is ready for; with the plan of `step`, once it is there."""
         wait_ms = int(self._config.plan_wait_s * 1000)
-        data_rank = 0 if self._world is None else self._world.data_rank
         timeout_s = self._config.plan_wait_s + CALL_TIMEOUT_S
         expected = PolicyVersion(self._incarnation, step)
         refused = 0
         while not await self._told_to_stop():
+            if await self._checkpoints.asked(world):
+                return Move.SAVE, plan
+            if plan is not None:
+                return Move.TRAIN, plan
             request = batch_pb2.GetPlanRequest(
                 incarnation=self._incarnation,
                 step=step,
                 wait_ms=wait_ms,
-                rank=data_rank,
+                rank=world.data_rank,
                 checkpoint_step=self._checkpoints.durable_step,
             )
             response: batch_pb2.GetPlanResponse = await self._retry(
                 partial(self._batches.GetPlan, request, timeout=timeout_s)
             )
+            if response.checkpoint_asked or response.pending.checkpoint_due:
+                self._checkpoints.hasten(step - 1)
             kind = response.WhichOneof("result")
+            if kind == "ended":
+                log.info("run_over", reason=response.ended.reason, next_step=step)
+                break
             if kind == "plan":
                 version = PolicyVersion.from_proto(response.plan.version)
                 if version == expected:
-                    return response.plan
+                    plan = response.plan
+                    continue
                 refused += 1
                 log.warning("plan_refused", field="version", version=str(version), expected=str(expected))
                 if refused >= PLAN_ATTEMPTS:
                     raise ValueError(f"version: the plan of step {step} is for {version}, not for {expected}")
                 await asyncio.sleep(RETRY_PAUSE_S)
-            if kind == "ended":
-                log.info("run_over", reason=response.ended.reason, next_step=step)
-                return None
-            if response.pending.checkpoint_due and self._checkpoints.due(step - 1, early=True):
-                await self._checkpoints.finish_beside(await self._checkpoints.begin())
-        return None
+        return Move.END, None
 
     async def _train(self, learner: Learner, plan: batch_pb2.Plan, wait_s: float) -> tuple[_Snapshot, _Step]:
         """Fetch and train one plan; returns the new weights and the report."""

@@ -29,7 +29,7 @@ STARTED = "started"
 def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple[Learner, dict[str, float]]:
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called.
 
-    `resumed`: its weights come from a checkpoint; the model directory has those of step 0 already.
+    `resumed`: its weights come from a checkpoint, and the model directory has those of step 0 already. Rank 0 knows.
     """
     from slipstream.models.fp8.modules import convert
     from slipstream.models.lora.adapters import attach
@@ -46,15 +46,15 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
 
     check_model(config, sizes_at_start(config))
     world, figures = meet(config.group, config.parallel), {}
-    if resumed:
+    if world.rank:
+        model = _await_model(config, world, status)
+    elif resumed:
         sizes = load_sizes(config.model_dir)
         model = find_architecture(sizes.architecture).build_model(sizes)
-    elif world.rank == 0:
-        model, figures = make_model(config, on_progress, status)
-        if not world.alone:
-            world.board.put(STARTED, "1")
     else:
-        model = _await_model(config, world, status)
+        model, figures = make_model(config, on_progress, status)
+    if world.rank == 0 and not world.alone:
+        world.board.put(STARTED, "1")
     with world.watching():
         world.share([*model.parameters(), *model.buffers()])
     if config.fp8 is not None:

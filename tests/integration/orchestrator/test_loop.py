@@ -664,3 +664,35 @@ async def test_a_full_runner_asks_for_the_checkpoint_that_lets_its_rows_go(make_
         await heartbeat(100)
         assert (await ask(2, 0)).pending.checkpoint_due
         assert not (await ask(2, 1)).pending.checkpoint_due
+
+
+async def test_a_checkpoint_of_the_run_is_asked_for_until_the_trainer_has_it(make_world: Make) -> None:
+    async def ask(step: int, checkpoint: int | None) -> batch_pb2.GetPlanResponse:
+        request = batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=0, checkpoint_step=checkpoint)
+        return await world.batches.GetPlan(request, timeout=10)
+
+    async def save() -> PolicyVersion:
+        request = run_pb2.SaveCheckpointRequest(request_id="save")
+        return PolicyVersion.from_proto((await world.runs.SaveCheckpoint(request, timeout=30)).version)
+
+    async def asked() -> None:
+        while not (await ask(2, 0)).checkpoint_asked:
+            await asyncio.sleep(0.02)
+
+    async with make_world(total_steps=6, groups_per_step=1) as world:
+        world.publish(0)
+        await world.until(lambda run: run.serving.incarnation == 1)
+        await ask(1, None)  # of a trainer that writes none
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await save()
+        assert from_rpc_error(refused.value).reason == "UNSUPPORTED"
+        assert not (await ask(1, 0)).checkpoint_asked
+        assert await save() == PolicyVersion(1, 0)  # there is one of all that was trained
+        for group in await world.acquire(1):
+            await world.report(world.finished(group))
+        await world.train((await ask(1, 0)).plan)
+        waiting = asyncio.create_task(save())
+        await asyncio.wait_for(asked(), 10)
+        assert not waiting.done()
+        assert not (await ask(2, 1)).checkpoint_asked
+        assert await waiting == PolicyVersion(1, 1)

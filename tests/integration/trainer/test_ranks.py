@@ -20,17 +20,19 @@ from safetensors.numpy import load_file
 from slipstream.algorithms.packing import pack
 from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
-from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
+from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.servicer import BroadcastServicer
 from slipstream.broadcaster.store import VersionStore
-from slipstream.common.config import ServiceConfig, dump_toml
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
+from slipstream.common.config import ListenConfig, ServiceConfig, dump_toml
 from slipstream.common.rows import NOTHING, Held, answer_rows
 from slipstream.common.runtime import build_server
 from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
-from slipstream.launcher.ports import PortLease, take_ports
+from slipstream.launcher.ports import PortLease, port_of, take_ports
 from slipstream.trainer.config import (
     CheckpointConfig,
     ModelConfig,
@@ -116,6 +118,8 @@ class World:
         self.store = VersionStore(directory / "versions", 100_000_000)
         self.addresses: dict[str, str] = {}
         self.checkpoint_interval_steps = 0
+        self.address = "127.0.0.1:0"
+        """Of the trainer's rank 0."""
 
     @asynccontextmanager
     async def serve(self, data_ranks: int) -> AsyncIterator[None]:
@@ -189,8 +193,9 @@ class World:
     def start(self, ranks: int, parallel: ParallelConfig) -> list[subprocess.Popen[bytes]]:
         """One process a rank, as the launcher starts them."""
         lease = PortLease(self.directory / "ports")
-        meeting = take_ports(["trainer"], lease)["trainer"]
+        ports = take_ports(["meeting", "listen"], lease)
         lease.close()
+        meeting, self.address = ports["meeting"], ports["listen"]
         processes = []
         for rank in range(ranks):
             where = f"tcp://{meeting}" if ranks > 1 else ""
@@ -216,6 +221,7 @@ class World:
             optim=OptimConfig(lr=1e-3, warmup_steps=0, balance_coefficient=0.01),
             parallel=parallel,
             group=group,
+            listen=ListenConfig(port=0 if group.rank else port_of(self.address)),
             checkpoint=CheckpointConfig(interval_steps=self.checkpoint_interval_steps),
             rows_timeout_s=3.0,
         )
@@ -327,13 +333,17 @@ async def resumed(directory: Path, ranks: int) -> tuple[World, dict[str, np.ndar
 async def test_two_ranks_that_were_killed_are_gone_on_from_by_two_or_by_one(alone, tmp_path):
     expected, weights = alone
     world = World(tmp_path / "two")
-    world.checkpoint_interval_steps = 1
+    world.checkpoint_interval_steps = 100
     world.orchestrator.held_back = 2
     saved = tmp_path / "two" / "checkpoints" / "1.1" / "COMPLETE"
     async with world.serve(2):
         processes = world.start(2, ParallelConfig(data=2))
         try:
-            await until(processes[0], saved.exists, 60.0)
+            await until(processes[0], world.orchestrator.reported.is_set, 60.0)
+            async with open_channel(world.address, Access()) as channel:  # asked for long before its interval
+                request = trainer_pb2.SaveCheckpointRequest(request_id="now")
+                answer = await trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(request, timeout=30)
+            assert PolicyVersion.from_proto(answer.version) == PolicyVersion(1, 1)
         except (AssertionError, TimeoutError):
             raise AssertionError("\n".join(map(world.said, range(2)))) from None
         finally:

@@ -124,6 +124,15 @@ async def test_a_checkpoint_that_others_wait_for_is_written_before_its_time(tmp_
     assert world.orchestrator.checkpoint_steps == [0, 0, 0, 1, 1, 2]  # each plan is pending when it is first asked for
 
 
+async def test_a_checkpoint_that_is_asked_for_with_a_plan_is_of_the_step_before_it(tmp_path, torch_thread):
+    world = World()
+    world.orchestrator.checkpoint_asked = {3}
+    await trained(tmp_path, torch_thread, config_of(tmp_path, interval_steps=100), 3, world)
+    newest = CheckpointStore(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.version == PolicyVersion(1, 2)
+
+
 async def test_a_checkpoint_that_cannot_be_written_costs_nothing_and_is_tried_again(tmp_path, torch_thread):
     world, status = World(), Status()
     config = config_of(tmp_path, interval_steps=100)

@@ -125,6 +125,8 @@ class Orchestrator(batch_pb2_grpc.BatchServiceServicer):
         self.waiting = asyncio.Event()
         self.checkpoint_steps: list[int | None] = []
         self.checkpoint_due = False
+        self.checkpoint_asked: set[int] = set()
+        """Steps before which somebody asks for one."""
 
     async def GetPlan(self, request, context):
         self.asked[request.step] += 1
@@ -133,7 +135,9 @@ class Orchestrator(batch_pb2_grpc.BatchServiceServicer):
         self.checkpoint_steps.append(request.checkpoint_step if request.HasField("checkpoint_step") else None)
         if self.asked[request.step] == 1:
             return batch_pb2.GetPlanResponse(pending=batch_pb2.PlanPending(checkpoint_due=self.checkpoint_due))
-        answer = batch_pb2.GetPlanResponse(plan=self.plans[request.step - 1])
+        answer = batch_pb2.GetPlanResponse(
+            plan=self.plans[request.step - 1], checkpoint_asked=request.step in self.checkpoint_asked
+        )
         answer.plan.version.incarnation = request.incarnation
         return answer
 

@@ -74,8 +74,12 @@ class World:
 
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank says yes."""
+        return bool(self.least(int(yes)))
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
         self.arrive()
-        return bool(self.smallest(torch.tensor(int(yes))))
+        return int(self.smallest(torch.tensor(number)))
 
     def sum(self, values: Tensor) -> Tensor:
         """Over all ranks."""
