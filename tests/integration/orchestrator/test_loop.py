@@ -668,7 +668,7 @@ async def test_a_full_runner_asks_for_the_checkpoint_that_lets_its_rows_go(make_
 
 async def test_a_checkpoint_of_the_run_is_asked_for_until_the_trainer_has_it(make_world: Make) -> None:
     async def ask(step: int, checkpoint: int | None) -> batch_pb2.GetPlanResponse:
-        request = batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=0, checkpoint_step=checkpoint)
+        request = batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=50, checkpoint_step=checkpoint)
         return await world.batches.GetPlan(request, timeout=10)
 
     async def save() -> PolicyVersion:
@@ -677,7 +677,7 @@ async def test_a_checkpoint_of_the_run_is_asked_for_until_the_trainer_has_it(mak
 
     async def asked() -> None:
         while not (await ask(2, 0)).checkpoint_asked:
-            await asyncio.sleep(0.02)
+            pass
 
     async with make_world(total_steps=6, groups_per_step=1) as world:
         world.publish(0)
