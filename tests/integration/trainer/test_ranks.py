@@ -266,7 +266,9 @@ async def trained(
     async with world.serve(parallel.layout(ranks).data):
         processes = world.start_by_torchrun(ranks, parallel) if by_torchrun else world.start(ranks, parallel)
         try:
-            await until(processes[0], lambda: final.exists() and len(world.orchestrator.reports) > STEPS, READY_WITHIN_S)
+            await until(
+                processes[0], lambda: final.exists() and len(world.orchestrator.reports) > STEPS, READY_WITHIN_S
+            )
         except (AssertionError, TimeoutError):
             raise AssertionError("\n".join(map(world.said, range(len(processes))))) from None
         finally:
