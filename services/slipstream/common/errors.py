@@ -191,6 +191,13 @@ class EnvironmentFailed(SlipstreamError):
     reason = "ENVIRONMENT_ERROR"
 
 
+class RolloutTimeout(SlipstreamError):
+    """A rollout took longer than its environment's `rollout_timeout_s`. The others of its group go on."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ROLLOUT_TIMEOUT"
+
+
 # --- Orchestrator ------------------------------------------------------------------------------------
 
 

@@ -1,16 +1,23 @@
-"""The environment protocol: tasks, prompts, scores and demonstrations.
+"""The environment protocol: tasks, prompts or episodes, scores and demonstrations.
 
-An environment is a pure function of configuration and seed, except for `score`, which may run code through its tools.
-Third parties implement `Environment` and name a factory by import path (`type = "import"`).
+There are two kinds. An `Environment` shows a prompt and judges the answers of a group. An `EpisodeEnvironment` sets up
+an episode for each rollout, which answers the model turn by turn, with tools if it has any, and is scored at its end.
+Both are pure functions of configuration and seed, but for what `score` and episodes do through their tools.
+Third parties implement one of them and name a factory by import path (`type = "import"`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slipstream.environments.limits import Limits
+from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tools import Tools
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 MAX_REWARD = 1e30
 """Rewards beyond lose their spread: its square is not finite."""
@@ -57,7 +64,10 @@ class Score:
 
 
 class Environment(Protocol):
-    """A set of tasks with a judge. Tasks of the held-out split never appear in training or demonstrations."""
+    """A set of tasks with a judge of single answers.
+
+    Tasks of the held-out split never appear in training or demonstrations.
+    """
 
     @property
     def name(self) -> str: ...
@@ -78,3 +88,78 @@ class Environment(Protocol):
         None where the environment has none to show.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """A whole conversation that the model is to go on from, instead of more messages in the present one.
+
+    With the history cut short or told anew it is a compaction, with another system message a sub-agent. It begins
+    another training sample of the same rollout, with the same reward; what it shares with an earlier one is trained
+    only there. A context that goes on from an earlier one extends that: so a sub-agent's caller gets its answer.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec] | None = None
+    """None: the episode's."""
+
+
+class Episode(Protocol):
+    """One rollout from its first messages to its score. Its calls come one at a time; other episodes run meanwhile."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """What the model is shown first."""
+        ...
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        """What it may call. Calls of other tools, and malformed ones, are answered without the episode."""
+        ...
+
+    async def step(self, message: Message) -> Sequence[Message] | Context:
+        """Take the model's message, with its tool calls parsed, and answer it; nothing ends the episode.
+
+        It is called for each message. After one that was cut off, or the last that `Limits` allow, no further one
+        comes, whatever this answers. What it raises ends this rollout alone.
+        """
+        ...
+
+    async def score(self) -> Score:
+        """What the rollout is worth; asked once, after the last step."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what it holds; called once, however the rollout ended."""
+        ...
+
+
+class EpisodeEnvironment(Protocol):
+    """A set of tasks that take several turns. Tasks of the held-out split never appear in training."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether it cannot do without `sandbox_address`."""
+        ...
+
+    def task(self, split: Split, index: int) -> Task:
+        """As `Environment.task`."""
+        ...
+
+    async def setup(self, task: Task, tools: Tools) -> Episode:
+        """Begin an episode; one for each rollout of a group. Rollouts with equal first messages share a request."""
+        ...
+
+
+AnyEnvironment = Environment | EpisodeEnvironment
+
+
+def takes_turns(environment: AnyEnvironment) -> TypeIs[EpisodeEnvironment]:
+    """Whether it is of the kind with episodes."""
+    return hasattr(environment, "setup") and not hasattr(environment, "prompt")

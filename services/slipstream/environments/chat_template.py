@@ -63,7 +63,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot be read: {error}") from None
         self._marks = "endgeneration" in source
-        self._special_tokens = tuple(special_tokens)
+        self.special_tokens = tuple(special_tokens)
         self._variables = dict(variables)
 
     @classmethod
@@ -143,7 +143,7 @@ class ChatTemplate:
 
     def _turn_length(self, text: str, index: int) -> int:
         """Up to the end of the last special token."""
-        ends = [at + len(token) for token in self._special_tokens if (at := text.rfind(token)) >= 0]
+        ends = [at + len(token) for token in self.special_tokens if (at := text.rfind(token)) >= 0]
         if not ends:
             raise Unrenderable(f"messages.{index}: the chat template ends this turn with no special token")
         return max(ends)
@@ -153,7 +153,7 @@ class ChatTemplate:
         given = {"messages": messages, "tools": tools or ()}
         for where, said in ((f"{name}.{i}", part) for name, parts in given.items() for i, part in enumerate(parts)):
             for text in _texts(said):
-                for token in (*self._special_tokens, _BEGIN, _END):
+                for token in (*self.special_tokens, _BEGIN, _END):
                     if token in text:
                         raise Unrenderable(f"{where}: holds {token!r}, which means something to the model")
         whole = self._render(messages, tools)

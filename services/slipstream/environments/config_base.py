@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 
 from slipstream.common.config import BaseConfig
+from slipstream.environments.limits import Limits
 
 
 class SequencedConfig(BaseConfig):
@@ -52,6 +54,30 @@ class BaseEnvironmentConfig(SequencedConfig):
 
     system: str = ""
     """With `chat`: a system message before it. Empty leaves it to the template."""
+
+    max_turns: int | None = Field(default=None, ge=1)
+    """Messages of the model in a rollout of an environment that takes turns, at most. Unset takes the environment's
+    own, as do the next three."""
+
+    max_rollout_tokens: int | None = Field(default=None, ge=0)
+    """Tokens that the model may draw in all turns of a rollout. 0 leaves it to `max_new_tokens` and the context."""
+
+    rollout_timeout_s: float | None = Field(default=None, ge=0)
+    """A rollout that takes longer ends without a reward, in seconds, while the others of its group go on. 0 leaves it
+    to `deadline_s`."""
+
+    step_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time of one call of an episode's code, in seconds, up to 0.8 of the runner's `environment_timeout_s`."""
+
+    def limits(self, own: Limits) -> Limits:
+        """An environment's own limits, but for what this section says."""
+        said = {
+            "max_turns": self.max_turns,
+            "max_tokens": self.max_rollout_tokens,
+            "timeout_s": self.rollout_timeout_s,
+            "step_timeout_s": self.step_timeout_s,
+        }
+        return replace(own, **{name: value for name, value in said.items() if value is not None})
 
     def sequenced(self) -> dict[str, Any]:
         """The orchestrator's part of it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.environments.base import Environment
+from slipstream.environments.base import AnyEnvironment, takes_turns
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
@@ -59,7 +59,9 @@ class Demonstrations:
         )
         return [example for example in examples if example is not None]
 
-    def _example(self, environment: Environment, index: int, *, validation: bool) -> Example | None:
+    def _example(self, environment: AnyEnvironment, index: int, *, validation: bool) -> Example | None:
+        if takes_turns(environment):
+            return None
         shown = environment.demonstration(index, validation=validation)
         if shown is None:
             return None

@@ -16,7 +16,7 @@ from importlib import metadata
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import suggest
 from slipstream.common.imports import import_callable
-from slipstream.environments.base import Environment
+from slipstream.environments.base import AnyEnvironment
 from slipstream.environments.config import EntryPointConfig, EnvironmentConfig, ImportedConfig
 
 ENTRY_POINTS = "slipstream.environments"
@@ -31,12 +31,12 @@ OWN = {
 }
 """Our own by `type`. Imported when they are built: each brings libraries of its own."""
 
-Factory = Callable[[EnvironmentConfig, int], Environment]
+Factory = Callable[[EnvironmentConfig, int], AnyEnvironment]
 
 
-def build_environments(configs: Sequence[EnvironmentConfig], seed: int) -> dict[str, Environment]:
+def build_environments(configs: Sequence[EnvironmentConfig], seed: int) -> dict[str, AnyEnvironment]:
     """Every configured environment by name. `seed` is the run's. Raises `ConfigError`."""
-    environments: dict[str, Environment] = {}
+    environments: dict[str, AnyEnvironment] = {}
     for config in configs:
         if config.name in environments:
             raise ConfigError(f"environments: two are called {config.name!r}")

@@ -71,3 +71,14 @@ class TextCodec:
     def decode(self, token_ids: list[int]) -> str:
         """The text, without end and padding."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def decode_all(self, token_ids: list[int]) -> str:
+        """The text, special tokens included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """What stands for a token in text."""
+        text = self._tokenizer.id_to_token(token_id)
+        if text is None:
+            raise ValueError(f"the tokenizer has no token {token_id}")
+        return text

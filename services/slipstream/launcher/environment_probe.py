@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from slipstream.common.config import ConfigError
-from slipstream.environments.base import Environment
+from slipstream.environments.base import AnyEnvironment, EpisodeEnvironment, Limits, takes_turns
 from slipstream.environments.config import EntryPointConfig, EnvironmentConfig, ImportedConfig
 from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
@@ -24,6 +24,7 @@ from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 
 TASKS_LOOKED_AT = 32
 METHODS = ("task", "prompt", "score", "demonstration")
+EPISODE_ATTRIBUTES = ("name", "limits", "needs_sandbox", "task", "setup")
 
 Problem = tuple[str, str]
 
@@ -56,12 +57,14 @@ def probe(
 
 def _judge(
     config: EnvironmentConfig,
-    environment: Environment,
+    environment: AnyEnvironment,
     prompts: Prompts,
     codec: TextCodec,
     context_tokens: int,
     demonstrations: bool,
 ) -> str:
+    if takes_turns(environment):
+        return _judge_episodes(config, environment, demonstrations)
     missing = [name for name in METHODS if not callable(getattr(environment, name, None))]
     if missing:
         made = type(environment).__name__
@@ -90,6 +93,23 @@ def _judge(
             return "it has no demonstrations for the warm-up; set its demonstration_weight = 0, or sft.enabled = false"
         if not (isinstance(shown, tuple) and len(shown) == 2 and all(isinstance(part, str) for part in shown)):
             return f"{_what(config)}: demonstration gives {shown!r}, which is no pair of prompt and answer"
+    return ""
+
+
+def _judge_episodes(config: EnvironmentConfig, environment: EpisodeEnvironment, demonstrations: bool) -> str:
+    """Its episodes may need what only a run has: they are not begun here."""
+    missing = [name for name in EPISODE_ATTRIBUTES if not hasattr(environment, name)]
+    if missing:
+        made = type(environment).__name__
+        return f"{_what(config)} gives a {made}, which is no EpisodeEnvironment: it has no {', '.join(missing)}"
+    if not isinstance(environment.limits, Limits):
+        return f"{_what(config)}: limits is {environment.limits!r}, which is no Limits"
+    for index in range(TASKS_LOOKED_AT):
+        environment.task("train", index)
+    for index in range(min(TASKS_LOOKED_AT, config.evaluation_task_count)):
+        environment.task("held_out", index)
+    if demonstrations and config.demonstration_weight:
+        return "it takes turns and has no demonstrations; set its demonstration_weight = 0, or sft.enabled = false"
     return ""
 
 

@@ -171,6 +171,6 @@ class ExternalGroups:
 
 def shown(record: runner_pb2.RolloutRecord) -> runner_pb2.RolloutRecord:
     """The record without its references."""
-    for name in ("token_ids", "logprobs", "routes"):
+    for name in ("token_ids", "logprobs", "routes", "further_samples"):
         record.ClearField(name)
     return record

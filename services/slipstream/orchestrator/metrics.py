@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.disk import AppendFile, PatientFile
+from slipstream.orchestrator.sealer import sampled_token_count
 
 _KEPT_FILES = 1
 _BUFFER_BYTES = 16 << 20
@@ -72,7 +73,7 @@ class StepInterval:
         rewards = self.rewards[environment]
         for record in records:
             rewards.append(record.reward)
-            self.sampled_tokens += sum(r.end - r.start for r in record.loss_ranges)
+            self.sampled_tokens += sampled_token_count(record)
             self.cached_tokens += record.cached_token_count
             self.prefix_query_tokens += record.prefix_query_token_count
 

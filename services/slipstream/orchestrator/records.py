@@ -27,13 +27,23 @@ def check_records(
 
 
 def _check_record(record: runner_pb2.RolloutRecord, sample_count: int, newest: PolicyVersion) -> None:
-    count = record.token_count
     if record.sample_index >= sample_count:
         raise InvalidRequest(f"the group has {sample_count} samples", field="sample_index", limit=sample_count - 1)
-    if record.prompt_token_count > count:
-        raise InvalidRequest(f"the rollout has {count} tokens", field="prompt_token_count", limit=count)
     if abs(record.reward) > MAX_REWARD:
         raise InvalidRequest(f"a reward is within {MAX_REWARD:g} of 0", field="reward", limit=MAX_REWARD)
+    _check_sample(record, newest)
+    for number, sample in enumerate(record.further_samples):
+        try:
+            _check_sample(sample, newest)
+        except InvalidRequest as error:
+            field = f"further_samples[{number}].{error.metadata['field']}"
+            raise InvalidRequest(error.message, **{**error.metadata, "field": field}) from None
+
+
+def _check_sample(record: runner_pb2.RolloutRecord | runner_pb2.RolloutSample, newest: PolicyVersion) -> None:
+    count = record.token_count
+    if record.prompt_token_count > count:
+        raise InvalidRequest(f"the rollout has {count} tokens", field="prompt_token_count", limit=count)
     end = 0
     for part in record.loss_ranges:
         if not end <= part.start < part.end <= count:

@@ -42,6 +42,8 @@ class SealedPlan:
         for plan in self.plans:
             for batch in plan.micro_batches:
                 for sequence in batch.sequences:
+                    if sequence.sample_number:
+                        continue  # its rollout is counted with its first sample
                     found.setdefault(sequence.environment, []).append(sequence.reward)
         return found
 
@@ -80,7 +82,7 @@ class Sealer:
         variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
         if variance < self.min_reward_std**2:
             return None
-        members = Members(rewards, [loss_token_count(record.loss_ranges) for record in records])
+        members = Members(rewards, [sampled_token_count(record) for record in records])
         return ScoredGroup(assignment, list(records), list(self.advantages(members)))
 
     def plan(
@@ -89,9 +91,10 @@ class Sealer:
         """Compose the plans of a step. Tokens of `masked` environments below `sealed.oldest_step` are not trained."""
         bounds = dict.fromkeys(masked, sealed.oldest_step)
         sequences = [
-            self._sequence(group, record, advantage, bounds.get(group.assignment.environment, 0))
+            self._sequence(group, record, number, advantage, bounds.get(group.assignment.environment, 0))
             for group in groups
             for record, advantage in zip(group.records, group.advantages, strict=True)
+            for number in range(1 + len(record.further_samples))
         ]
         version = types_pb2.PolicyVersion(incarnation=incarnation, step=sealed.step)
         counts = [loss_token_count(sequence.loss_ranges) for sequence in sequences]
@@ -116,23 +119,26 @@ class Sealer:
         return SealedPlan(sealed.step, plans, _figures(sealed, groups, tokens, loss_tokens), rows, attempts)
 
     def _sequence(
-        self, group: ScoredGroup, record: runner_pb2.RolloutRecord, advantage: float, oldest_step: int
+        self, group: ScoredGroup, record: runner_pb2.RolloutRecord, number: int, advantage: float, oldest_step: int
     ) -> batch_pb2.PlannedSequence:
-        ranges = record.loss_ranges
+        """One of a rollout's samples: all have its advantage."""
+        sample = samples_of(record)[number]
+        ranges = sample.loss_ranges
         return batch_pb2.PlannedSequence(
             rollout_id=record.rollout_id,
             group_id=group.assignment.group_id,
             environment=group.assignment.environment,
             advantage=advantage,
             reward=record.reward,
-            token_count=record.token_count,
-            loss_ranges=within_bound(ranges, record.spans, oldest_step) if oldest_step else ranges,
-            spans=record.spans,
+            token_count=sample.token_count,
+            loss_ranges=within_bound(ranges, sample.spans, oldest_step) if oldest_step else ranges,
+            spans=sample.spans,
             dispatch_version=group.assignment.dispatch_version,
-            token_ids=record.token_ids,
-            logprobs=record.logprobs,
-            routes=record.routes,
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            routes=sample.routes,
             temperature=group.assignment.sampling.temperature,
+            sample_number=number,
         )
 
 
@@ -146,9 +152,19 @@ def loss_token_count(ranges: Iterable[types_pb2.RowRange]) -> int:
     return sum(covered.end - covered.start for covered in ranges)
 
 
+def samples_of(record: runner_pb2.RolloutRecord) -> list[runner_pb2.RolloutRecord | runner_pb2.RolloutSample]:
+    """A rollout's samples, the first of which is in the record itself."""
+    return [record, *record.further_samples]
+
+
+def sampled_token_count(record: runner_pb2.RolloutRecord) -> int:
+    """Tokens the model drew in a rollout."""
+    return sum(loss_token_count(sample.loss_ranges) for sample in samples_of(record))
+
+
 def record_rows(record: runner_pb2.RolloutRecord) -> list[types_pb2.RowsRef]:
     """Return every reference of a rollout."""
-    return [record.token_ids, record.logprobs, *record.routes]
+    return [ref for each in samples_of(record) for ref in (each.token_ids, each.logprobs, *each.routes)]
 
 
 def within_bound(
@@ -182,8 +198,8 @@ def _figures(sealed: SealedStep, groups: Sequence[ScoredGroup], tokens: int, los
     lags = [group.lag(sealed.step) for group in sealed.groups]
     token_lags: Counter[int] = Counter()
     for group in groups:
-        for record in group.records:
-            for span in record.spans:
+        for sample in (sample for record in group.records for sample in samples_of(record)):
+            for span in sample.spans:
                 token_lags[sealed.step - 1 - span.version.step] += span.token_count
     return {
         "groups_trained": len(groups),

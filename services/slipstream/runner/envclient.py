@@ -52,6 +52,8 @@ class RenderedPrompt:
     text: str
     token_ids: list[int]
     stop_token_ids: list[int]
+    takes_turns: bool = False
+    """The environment's rollouts are episodes, each with a prompt of its own: there is none here."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,59 @@ class ScoredSample:
     text: str
     detail: str = ""
     """For people: why it earned what it did."""
+
+
+def _rendered(prompt: dict[str, Any], stop_token_ids: list[int]) -> RenderedPrompt:
+    if prompt.get("takes_turns"):
+        return RenderedPrompt("", [], stop_token_ids, takes_turns=True)
+    return RenderedPrompt(prompt["text"], prompt["token_ids"], stop_token_ids)
+
+
+@dataclass(frozen=True)
+class TurnPrompt:
+    """What the next turn of an episode is sampled from; as in `transcript.Prompt`."""
+
+    sample: int
+    base_sample: int
+    base_token_count: int
+    token_ids: list[int]
+    begun: str
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class OpenEpisode:
+    """An episode before its first turn."""
+
+    number: int
+    prompt: TurnPrompt
+    text: str
+    """Of the prompt."""
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """The episodes of a group's members, in order; the error of those that did not begin."""
+
+    members: list[OpenEpisode | EnvironmentFailed]
+    stop_token_ids: list[int]
+    timeout_s: float
+    """Of each rollout; 0 is none of its own."""
+
+
+@dataclass(frozen=True)
+class EndedEpisode:
+    """What became of an episode."""
+
+    score: ScoredSample
+    conversations: list[list[dict[str, Any]]]
+    """Of each sample, in OpenAI's form."""
+    turn_count: int
+    sandbox_executions: int
+
+
+def _scored(score: dict[str, Any]) -> ScoredSample:
+    return ScoredSample(float(score["reward"]), bool(score["correct"]), str(score["text"]), str(score["detail"]))
 
 
 def _failure(task: TaskKey, prompt: dict[str, Any]) -> SlipstreamError:
@@ -111,7 +166,7 @@ class EnvironmentWorker:
         )
         stop = reply["stop_token_ids"]
         return [
-            _failure(task, prompt) if "error" in prompt else RenderedPrompt(prompt["text"], prompt["token_ids"], stop)
+            _failure(task, prompt) if "error" in prompt else _rendered(prompt, stop)
             for task, prompt in zip(tasks, reply["prompts"], strict=True)
         ]
 
@@ -126,11 +181,35 @@ class EnvironmentWorker:
             "samples": [{"token_ids": token_ids, "stopped": stopped} for token_ids, stopped in samples],
         }
         reply = await self._ask(task.environment, request)
-        scores = [
-            ScoredSample(float(s["reward"]), bool(s["correct"]), str(s["text"]), str(s["detail"]))
-            for s in reply["scores"]
+        return [_scored(score) for score in reply["scores"]], int(reply["sandbox_executions"])
+
+    async def open(self, task: TaskKey, count: int) -> OpenGroup:
+        """Begin so many episodes of a task. Raises `EnvironmentFailed`, as do the calls below."""
+        reply = await self._ask(task.environment, {"op": "open", "task": task.as_json(), "count": count})
+        members = [
+            EnvironmentFailed(each["error"], environment=task.environment)
+            if "error" in each
+            else OpenEpisode(each["episode"], TurnPrompt(**each["prompt"]), each["text"])
+            for each in reply["members"]
         ]
-        return scores, int(reply["sandbox_executions"])
+        return OpenGroup(members, reply["stop_token_ids"], reply["timeout_s"])
+
+    async def turn(self, task: TaskKey, episode: int, token_ids: Sequence[int], *, stopped: bool) -> TurnPrompt | None:
+        """Hand a turn of the model to an episode; returns the next prompt, or None when it is over."""
+        request = {"op": "turn", "episode": episode, "token_ids": list(token_ids), "stopped": stopped}
+        reply = await self._ask(task.environment, request)
+        return TurnPrompt(**reply["prompt"]) if "prompt" in reply else None
+
+    async def end(self, task: TaskKey, episode: int) -> EndedEpisode:
+        """Score an episode and close it."""
+        reply = await self._ask(task.environment, {"op": "end", "episode": episode})
+        score = _scored(reply["score"])
+        return EndedEpisode(score, reply["conversations"], reply["turn_count"], int(reply["sandbox_executions"]))
+
+    def abandon(self, episode: int) -> None:
+        """Close an episode without its score. Waits for nothing: a worker that is gone has none."""
+        if self._up.is_set() and self._writer is not None:
+            self._writer.write(json.dumps({"id": 0, "op": "abandon", "episode": episode}).encode() + b"\n")
 
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)

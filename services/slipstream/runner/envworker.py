@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import socket
 import sys
@@ -24,29 +23,34 @@ from slipstream.common.errors import ContextTooLong
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
-from slipstream.environments.base import MAX_REWARD, Completion, Environment, Score
+from slipstream.environments.base import AnyEnvironment, Completion, Score, takes_turns
+from slipstream.environments.chat import Chat
 from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import MAX_LINE_BYTES
+from slipstream.runner.episode_host import EpisodeHost
+from slipstream.runner.scores import score_as_json
 
 log = structlog.get_logger()
 
 TOKENIZER_WAIT_S = 30.0
 TOKENIZER_POLL_S = 0.1
-MAX_DETAIL_CHARACTERS = 4096
 
 
 class EnvironmentHost:
     """Answers requests with the configured environments."""
 
-    def __init__(self, config: RunnerConfig, environments: dict[str, Environment], sandbox: Sandbox | None) -> None:
+    def __init__(self, config: RunnerConfig, environments: dict[str, AnyEnvironment], sandbox: Sandbox | None) -> None:
         self._config = config
         self._environments = environments
         self._sandbox = sandbox
+        self._episodes = EpisodeHost(sandbox, config.environment_timeout_s)
+        self._sections = {each.name: each for each in config.environments}
         self._codec: TextCodec | None = None
+        self._chat: Chat | None = None
         self._prompts: Prompts | None = None
         self._context_tokens = 0
 
@@ -54,14 +58,37 @@ class EnvironmentHost:
         """The reply to one request. User code runs in here, so anything may be raised: it becomes an error reply."""
         try:
             codec = await self._load_codec()
-            if request["op"] == "prompts":
-                prompts = [self._prompt_or_error(codec, task) for task in request["tasks"]]
-                return {"id": request["id"], "prompts": prompts, "stop_token_ids": codec.stop_token_ids}
-            reply = await self._score(codec, request["task"], request["samples"])
-            return {"id": request["id"], **reply}
+            return {"id": request["id"], **await self._answer(codec, request)}
         except Exception as error:
             log.exception("environment_failed", op=request["op"])
             return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+
+    async def _answer(self, codec: TextCodec, request: dict[str, Any]) -> dict[str, Any]:
+        match request["op"]:
+            case "prompts":
+                prompts = [self._prompt_or_error(codec, task) for task in request["tasks"]]
+                return {"prompts": prompts, "stop_token_ids": codec.stop_token_ids}
+            case "score":
+                return await self._score(codec, request["task"], request["samples"])
+            case "open":
+                return await self._open(codec, request)
+            case "turn":
+                return await self._episodes.turn(request)
+            case "end":
+                return await self._episodes.end(request)
+            case "abandon":
+                return await self._episodes.abandon(request)
+            case other:
+                raise ValueError(f"no such request: {other!r}")
+
+    async def _open(self, codec: TextCodec, request: dict[str, Any]) -> dict[str, Any]:
+        name = request["task"]["environment"]
+        environment = self._environments[name]
+        assert takes_turns(environment)
+        if self._chat is None:
+            self._chat = Chat.load(self._config.model_dir, codec)
+        limits = self._sections[name].limits(environment.limits)
+        return await self._episodes.open(request, self._chat, self._context_tokens, environment, limits)
 
     def _prompt_or_error(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
         """The groups of other environments must not fail with this one."""
@@ -77,6 +104,8 @@ class EnvironmentHost:
         text = task["prompt"]
         if text is None:
             environment = self._environments[task["environment"]]
+            if takes_turns(environment):
+                return {"takes_turns": True}
             assert self._prompts is not None
             text = self._prompts.text(environment, environment.task(task["split"], task["index"]))
         # A long text takes seconds to encode, which are others' seconds too: what cannot fit is not begun.
@@ -97,6 +126,7 @@ class EnvironmentHost:
             ]
             return {"scores": scores, "sandbox_executions": 0}
         environment = self._environments[task["environment"]]
+        assert not takes_turns(environment)
         tools = Tools(self._sandbox)
         judged = await environment.score(environment.task(task["split"], task["index"]), completions, tools)
         for score in judged:
@@ -104,15 +134,7 @@ class EnvironmentHost:
                 raise TypeError(
                     f"score of {task['environment']!r} must return Score objects, got {type(score).__name__}"
                 )
-        scores = [
-            {
-                "reward": _finite(score.reward),
-                "correct": bool(score.correct),
-                "text": completion.text,
-                "detail": str(score.detail)[:MAX_DETAIL_CHARACTERS],
-            }
-            for score, completion in zip(judged, completions, strict=True)
-        ]
+        scores = [score_as_json(score, completion.text) for score, completion in zip(judged, completions, strict=True)]
         return {"scores": scores, "sandbox_executions": tools.sandbox_executions}
 
     async def _load_codec(self) -> TextCodec:
@@ -126,16 +148,6 @@ class EnvironmentHost:
             self._prompts = Prompts(self._config.environments, self._config.model_dir)
             self._codec = TextCodec.load(self._config.model_dir)
         return self._codec
-
-
-def _finite(reward: Any) -> float:
-    """A plain number, whatever number type the environment computes with."""
-    value = float(reward)
-    if not math.isfinite(value):
-        raise ValueError(f"a reward must be finite, not {value}")
-    if abs(value) > MAX_REWARD:
-        raise ValueError(f"a reward must be within {MAX_REWARD:g} of 0, not {value}")
-    return value
 
 
 async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None:
@@ -157,6 +169,9 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
 async def run(config: RunnerConfig, connection: socket.socket) -> None:
     environments = build_environments(config.environments, config.seed)
     if not config.sandbox_address:
+        for environment in environments.values():
+            if takes_turns(environment) and environment.needs_sandbox:
+                raise ConfigError(f"environments.{environment.name}: it needs a sandbox: set sandbox_address")
         await serve_socket(EnvironmentHost(config, environments, None), connection)
         return
     async with SandboxClient(config.sandbox_address, Access.from_config(config)) as sandbox:

@@ -34,9 +34,10 @@ from slipstream.common.errors import (
 )
 from slipstream.runner.attempt import attempt_name
 from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
-from slipstream.runner.groups import GroupRunner, refs_of, task_of
+from slipstream.runner.groups import GroupRunner, task_of
 from slipstream.runner.outage import Outage
 from slipstream.runner.peers import Peers
+from slipstream.runner.records import refs_of
 from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.spool import Spool
 from slipstream.runner.taking_up import MAX_REPORT_BYTES, MAX_REPORTS_PER_CALL, TakingUp

@@ -86,6 +86,8 @@ class Rollout:
         self.prefix_query_token_count = 0
         self.first_route_position = 0
         """The next request records rows from here on: those before are referred to, or given up."""
+        self.turn_limit_tokens: int | None = None
+        """What the current turn may sample at most, where that is less than the group's `max_new_tokens`."""
         self._turn_start = len(prompt_token_ids)
         self._unrouted: list[types_pb2.VersionSpan] = []
         """Of tokens from `first_route_position` on whose rows nobody has: they stayed with a stream that broke off."""
@@ -97,7 +99,8 @@ class Rollout:
 
     def tokens_left(self, max_new_tokens: int) -> int:
         """How many the current turn may still sample."""
-        return max_new_tokens - (len(self.token_ids) - self._turn_start)
+        limit = max_new_tokens if self.turn_limit_tokens is None else min(max_new_tokens, self.turn_limit_tokens)
+        return limit - (len(self.token_ids) - self._turn_start)
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Begin the next turn: tokens that the environment says, which nobody sampled."""
@@ -106,6 +109,19 @@ class Rollout:
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self._turn_start, self.finish_reason = len(self.token_ids), UNFINISHED
+
+    def forget_turn(self) -> None:
+        """Drop the current turn, and what was heard before it: it came to no end that anybody was shown."""
+        end = self.sampled[-1][1] if self.sampled else self.prompt_token_count
+        if self.sampled and end > self._turn_start:
+            dropped = end - self._turn_start
+            self.spans = _first(self.spans, _count(self.spans) - dropped)
+            self.sampled.pop()
+            end = self.sampled[-1][1] if self.sampled else self.prompt_token_count
+        del self.token_ids[end:], self.logprobs[end:]
+        self._turn_start = self.sampled[-1][0] if self.sampled else end
+        self.finish_reason = STOP if self.sampled else UNFINISHED
+        self.first_route_position, self._unrouted = len(self.token_ids) - 1, []
 
     def take(self, segment: Segment, prompt_routes: types_pb2.RowsRef | None, sampling: types_pb2.Sampling) -> None:
         """Append what a stream delivered. `prompt_routes`: rows of its prompt, from `first_route_position` on."""

@@ -17,7 +17,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
 
 if TYPE_CHECKING:
-    from slipstream.runner.envclient import RenderedPrompt, ScoredSample
+    from slipstream.runner.records import Finished
     from slipstream.runner.rollout import Rollout
 
 
@@ -46,41 +46,53 @@ class Timings:
 
 
 def records_of(
-    assignment: runner_pb2.GroupAssignment,
-    prompt: RenderedPrompt,
-    rollouts: Sequence[Rollout],
-    scores: Sequence[ScoredSample],
-    total_s: float,
+    assignment: runner_pb2.GroupAssignment, group: Sequence[Finished], total_s: float
 ) -> list[dict[str, Any]]:
-    """One record a sample. `total_s`: of the group, from its acquisition to its scores."""
+    """One record a rollout. `total_s`: of the group, from its acquisition to its scores."""
     return [
         {
             "time_s": round(time.time(), 3),
             "group_id": assignment.group_id,
             "attempt": assignment.attempt,
-            "sample": index,
+            "sample": finished.index,
             "purpose": runner_pb2.GroupPurpose.Name(assignment.purpose).removeprefix("GROUP_PURPOSE_").lower(),
             "environment": assignment.environment,
             "split": assignment.split,
             "task_index": assignment.task_index,
             "dispatch_version": str(PolicyVersion.from_proto(assignment.dispatch_version)),
-            "prompt": prompt.text,
-            "completion": score.text,
-            "reward": score.reward,
-            "correct": score.correct,
-            **({"detail": score.detail} if score.detail else {}),
-            "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
-            "turns": len(rollout.sampled),
-            "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
-            "loss_ranges": [list(sampled) for sampled in rollout.sampled],
-            "prompt_token_count": rollout.prompt_token_count,
-            "cached_token_count": rollout.cached_token_count,
-            "token_ids": rollout.token_ids,
-            "logprobs_base64": _sampled_logprobs(rollout),
-            "timings": {**rollout.timings.rounded(), "total_s": round(total_s, 4)},
+            "prompt": finished.prompt_text,
+            "completion": finished.score.text,
+            "reward": finished.score.reward,
+            "correct": finished.score.correct,
+            **({"detail": finished.score.detail} if finished.score.detail else {}),
+            "turns": finished.turn_count,
+            **_sample(finished.samples[0]),
+            **({"further_samples": [_sample(each) for each in finished.samples[1:]]} if finished.samples[1:] else {}),
+            **({"conversations": finished.conversations} if finished.conversations else {}),
+            "timings": {**_timings(finished).rounded(), "total_s": round(total_s, 4)},
         }
-        for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True))
+        for finished in group
     ]
+
+
+def _sample(rollout: Rollout) -> dict[str, Any]:
+    """One of a rollout's training samples."""
+    return {
+        "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
+        "loss_ranges": [list(sampled) for sampled in rollout.sampled],
+        "prompt_token_count": rollout.prompt_token_count,
+        "cached_token_count": rollout.cached_token_count,
+        "token_ids": rollout.token_ids,
+        "logprobs_base64": _sampled_logprobs(rollout),
+    }
+
+
+def _timings(finished: Finished) -> Timings:
+    total = Timings()
+    for each in finished.samples:
+        total.add(each.timings)
+    return total
 
 
 def _sampled_logprobs(rollout: Rollout) -> str:

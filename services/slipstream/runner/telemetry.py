@@ -30,6 +30,16 @@ groups_taken_up = Counter(
     "Groups that an earlier process of this runner left, by what came of them.",
     ["how"],
 )
+rollouts_failed = Counter(
+    "slipstream_runner_rollouts_failed",
+    "Members of groups that take turns which ended without a reward, by environment and reason.",
+    ["environment", "reason"],
+)
+samples_begun = Counter(
+    "slipstream_runner_samples_begun",
+    "Training samples begun by rollouts that take turns, by environment and why: first, branch, template, history.",
+    ["environment", "why"],
+)
 turns = Counter("slipstream_runner_turns", "Requests for model turns that ended, by outcome.", ["outcome"])
 kept_tokens = Counter(
     "slipstream_runner_kept_tokens", "Sampled tokens of turns that broke off, which went on from them."

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import structlog
 
@@ -56,7 +56,19 @@ class TurnClient:
         self, assignment: runner_pb2.GroupAssignment, prompt_token_ids: Sequence[int], taken_up: int = 0
     ) -> Conversation:
         """The rollouts of an attempt at a group, before their first turn. `taken_up`: how often it was begun before."""
-        return Conversation(self._inference, assignment, prompt_token_ids, taken_up)
+        conversation = self.begin_apart(assignment, taken_up)
+        for index in range(assignment.sample_count):
+            conversation.add(index, Rollout(prompt_token_ids))
+        return conversation
+
+    def begin_apart(self, assignment: runner_pb2.GroupAssignment, taken_up: int = 0) -> Conversation:
+        """An attempt at a group whose rollouts are yet to be added."""
+        return Conversation(self._inference, assignment, taken_up)
+
+    def release_routes(self, rollouts: Iterable[Rollout]) -> None:
+        """Nobody will train on these."""
+        refs = {(ref.holder, ref.key): ref for rollout in rollouts for ref in rollout.routes}
+        self._inference.peers.release_routes(list(refs.values()))
 
 
 class Conversation:
@@ -64,23 +76,27 @@ class Conversation:
 
         await conversation.answer(deadline_s)                      # all of them, from the same prompt
         await conversation.reply(index, token_ids, deadline_s)     # one of them, to what its environment says
+        await conversation.sample([index], deadline_s)             # a turn of some that have the same tokens
 
     Rollouts may be replied to at the same time. Deadlines are in `time.monotonic()` terms. Rows of positions that a
     rollout has from earlier turns move no second time. Whoever gives a conversation up releases its routes.
     """
 
-    def __init__(
-        self,
-        inference: Inference,
-        assignment: runner_pb2.GroupAssignment,
-        prompt_token_ids: Sequence[int],
-        taken_up: int = 0,
-    ) -> None:
+    def __init__(self, inference: Inference, assignment: runner_pb2.GroupAssignment, taken_up: int = 0) -> None:
         self._taken_up = f"r{taken_up}" if taken_up else ""
         self._inference = inference
         self._assignment = assignment
         self._request_count = 0
-        self.rollouts = [Rollout(prompt_token_ids) for _ in range(assignment.sample_count)]
+        self._rollouts: dict[int, Rollout] = {}
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """In the order in which they were added."""
+        return list(self._rollouts.values())
+
+    def add(self, index: int, rollout: Rollout) -> None:
+        """Another one, before its first turn. Its draws are those of its index."""
+        self._rollouts[index] = rollout
 
     async def answer(self, deadline_s: float) -> None:
         """The first turn of all rollouts.
@@ -91,16 +107,28 @@ class Conversation:
             DeadlineExceeded: no placement brought it to an end in time.
             SlipstreamError: what no other placement can heal.
         """
-        await self._sample(range(len(self.rollouts)), deadline_s, ())
+        await self.sample(list(self._rollouts), deadline_s)
+
+    async def sample(self, indexes: Sequence[int], deadline_s: float) -> None:
+        """A turn of rollouts that have the same tokens, in one request. Otherwise as `answer`."""
+        await self._sample(indexes, deadline_s, ())
 
     async def reply(self, index: int, token_ids: Sequence[int], deadline_s: float) -> None:
         """The next turn of one rollout, after tokens that nobody sampled. Otherwise as `answer`."""
-        self.rollouts[index].hear(token_ids)
-        await self._sample([index], deadline_s, ())
+        self._rollouts[index].hear(token_ids)
+        await self.sample([index], deadline_s)
 
     def release_routes(self) -> None:
         """Nobody will train on these rollouts."""
-        self._inference.peers.release_routes([ref for rollout in self.rollouts for ref in rollout.routes])
+        self.release_routes_of(self.rollouts)
+
+    def release_routes_of(self, rollouts: Sequence[Rollout]) -> None:
+        """Nobody will train on some of them; what others refer to as well stays."""
+        given_up = {id(rollout) for rollout in rollouts}
+        kept = {(ref.holder, ref.key) for each in self.rollouts if id(each) not in given_up for ref in each.routes}
+        refs = {(ref.holder, ref.key): ref for rollout in rollouts for ref in rollout.routes}
+        self._inference.peers.release_routes([ref for name, ref in refs.items() if name not in kept])
+        self._rollouts = {index: each for index, each in self._rollouts.items() if id(each) not in given_up}
 
     async def _sample(self, indexes: Sequence[int], deadline_s: float, avoid: Sequence[str]) -> None:
         """Bring the turns of rollouts that share their tokens to their ends."""
@@ -122,7 +150,7 @@ class Conversation:
             if delivered:
                 telemetry.kept_tokens.inc(sum(delivered.values()))
                 backoff_s = FIRST_BACKOFF_S
-            indexes = [index for index in indexes if not self.rollouts[index].finish_reason]
+            indexes = [index for index in indexes if not self._rollouts[index].finish_reason]
             if not indexes:
                 return  # only the news of their end was lost
             pause_s = backoff_s * (0.5 + random.random())
@@ -145,6 +173,6 @@ class Conversation:
 
     def _attempt(self, indexes: Sequence[int]) -> TurnAttempt:
         number, self._request_count = self._request_count, self._request_count + 1
-        rollouts = {index: self.rollouts[index] for index in indexes}
+        rollouts = {index: self._rollouts[index] for index in indexes}
         suffix = "~".join(("", *filter(None, (self._taken_up, str(number or "")))))
         return TurnAttempt(self._inference, self._assignment, rollouts, suffix)

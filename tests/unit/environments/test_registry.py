@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.common.config import ConfigError, load_config
+from slipstream.environments.base import takes_turns
 from slipstream.environments.config import EntryPointConfig, ExpressionConfig, ImportedConfig, SpellBackwardConfig
 from slipstream.environments.listing import run
 from slipstream.environments.registry import OWN, build_environments
@@ -22,9 +23,11 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_environment_is_imported_by_path_with_its_options_and_seed() -> None:
     config = ImportedConfig(name="echo", path="third_party:Echo", options={"greeting": "hello"})
     environment = build_environments([config], seed=3)["echo"]
+    assert not takes_turns(environment)
     assert environment.prompt(environment.task("train", 5)) == "hello 3 5"
     own_seed = config.model_copy(update={"seed": 9})
     environment = build_environments([own_seed], seed=3)["echo"]
+    assert not takes_turns(environment)
     assert environment.prompt(environment.task("train", 5)) == "hello 9 5"
 
 
@@ -58,6 +61,7 @@ def _package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_environment_is_found_by_the_name_that_an_installed_package_registers() -> None:
     config = EntryPointConfig(name="mine", entry_point="echo", options={"greeting": "hello"})
     environment = build_environments([config], seed=3)["mine"]
+    assert not takes_turns(environment)
     assert environment.prompt(environment.task("train", 5)) == "hello 3 5"
 
 

@@ -1,0 +1,186 @@
+"""The rollouts of a group whose environment takes turns: each member has its own episode and goes at its own pace.
+
+Members whose first prompts are equal share the request of their first turn; from there each asks by itself. A member
+that fails, or takes longer than its limit, ends alone and with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SlipstreamError
+from slipstream.runner import telemetry
+from slipstream.runner.envclient import EnvironmentWorker, OpenEpisode, ScoredSample, TaskKey, TurnPrompt
+from slipstream.runner.rollout import STOP, Rollout
+from slipstream.runner.turns import Conversation, TurnClient
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Member:
+    """One rollout of a group."""
+
+    index: int
+    prompt_text: str = ""
+    samples: list[Rollout] = field(default_factory=list[Rollout])
+    score: ScoredSample | None = None
+    conversations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
+    turn_count: int = 1
+    failure: SlipstreamError | None = None
+
+
+class EpisodeGroup:
+    """One attempt at a group."""
+
+    def __init__(
+        self,
+        environments: EnvironmentWorker,
+        turns: TurnClient,
+        assignment: runner_pb2.GroupAssignment,
+        task: TaskKey,
+        deadline_s: float,
+        taken_up: int = 0,
+    ) -> None:
+        """`deadline_s`: in `time.monotonic()` terms. `taken_up`: how often it was begun before."""
+        self._taken_up = taken_up
+        self._environments = environments
+        self._turns = turns
+        self._assignment = assignment
+        self._task = task
+        self._deadline_s = self._group_deadline_s = deadline_s
+        self._conversation: Conversation
+        self._open: set[int] = set()
+        self.sandbox_executions = 0
+
+    async def run(self) -> list[Member]:
+        """All members, each with a score or a failure. Cancelling it frees the engines' blocks first.
+
+        Raises `SlipstreamError` where no episode could be opened.
+        """
+        count = self._assignment.sample_count
+        opened = await self._environments.open(self._task, count)
+        self._open = {each.number for each in opened.members if isinstance(each, OpenEpisode)}
+        if opened.timeout_s:
+            self._deadline_s = min(self._deadline_s, time.monotonic() + opened.timeout_s)
+        if not self._assignment.sampling.stop_token_ids:
+            self._assignment.sampling.stop_token_ids.extend(opened.stop_token_ids)
+        self._conversation = self._turns.begin_apart(self._assignment, self._taken_up)
+        members = [Member(index) for index in range(count)]
+        alike: dict[tuple[tuple[int, ...], int], list[tuple[Member, OpenEpisode]]] = {}
+        for member, episode in zip(members, opened.members, strict=True):
+            if isinstance(episode, SlipstreamError):
+                self._fail(member, episode)
+            else:
+                member.prompt_text = episode.text
+                key = tuple(episode.prompt.token_ids), episode.prompt.max_new_tokens
+                alike.setdefault(key, []).append((member, episode))
+        ended = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                for together in alike.values():
+                    group.create_task(self._run_alike(together))
+            ended = True
+        finally:
+            if not ended:  # cancelled: nobody will ask for its routes
+                self._conversation.release_routes()
+            for number in self._open:
+                self._environments.abandon(number)
+        return members
+
+    async def _run_alike(self, together: Sequence[tuple[Member, OpenEpisode]]) -> None:
+        """Members that have the same first prompt."""
+        indexes: list[int] = []
+        for member, episode in together:
+            indexes.append(self._take_prompt(member, episode.prompt))
+        try:
+            async with self._in_time():
+                await self._conversation.sample(indexes, self._deadline_s)
+        except SlipstreamError as error:
+            for member, episode in together:
+                self._fail(member, error, episode)
+            return
+        async with asyncio.TaskGroup() as group:
+            for member, episode in together:
+                group.create_task(self._run_member(member, episode))
+
+    async def _run_member(self, member: Member, episode: OpenEpisode) -> None:
+        """From the end of its first turn on."""
+        sample = 0
+        try:
+            async with self._in_time():
+                while True:
+                    rollout = member.samples[sample]
+                    stopped = rollout.finish_reason == STOP
+                    asked_s = time.monotonic()
+                    prompt = await self._environments.turn(self._task, episode.number, rollout.answer, stopped=stopped)
+                    rollout.timings.tools_s += time.monotonic() - asked_s
+                    if prompt is None:
+                        break
+                    index = self._take_prompt(member, prompt)
+                    sample = prompt.sample
+                    try:
+                        await self._conversation.sample([index], self._deadline_s)
+                    except ContextTooLong:
+                        member.samples[sample].forget_turn()
+                        break  # the engine takes less than the model's configuration says
+                asked_s = time.monotonic()
+                ended = await self._environments.end(self._task, episode.number)
+                member.samples[0].timings.score_s += time.monotonic() - asked_s
+        except SlipstreamError as error:
+            self._fail(member, error, episode)
+            return
+        self._open.discard(episode.number)
+        self.sandbox_executions += ended.sandbox_executions
+        member.score, member.conversations, member.turn_count = ended.score, ended.conversations, ended.turn_count
+        member.samples = [each for each in member.samples if each.sampled]
+
+    def _take_prompt(self, member: Member, prompt: TurnPrompt) -> int:
+        """Put the prompt where its turn is sampled; returns the index it is asked for with.
+
+        Draws are those of seed, index and position: samples of a member have indexes of their own.
+        """
+        index = member.index + self._assignment.sample_count * prompt.sample
+        if prompt.begun:
+            telemetry.samples_begun.labels(self._task.environment, prompt.begun).inc()
+            base = member.samples[prompt.base_sample].token_ids[: prompt.base_token_count] if member.samples else []
+            rollout = Rollout([*base, *prompt.token_ids])
+            member.samples.append(rollout)
+            self._conversation.add(index, rollout)
+        else:
+            rollout = member.samples[prompt.sample]
+            rollout.hear(prompt.token_ids)
+        rollout.turn_limit_tokens = prompt.max_new_tokens
+        return index
+
+    def _fail(self, member: Member, error: SlipstreamError, episode: OpenEpisode | None = None) -> None:
+        member.failure = error
+        telemetry.rollouts_failed.labels(self._task.environment, error.reason).inc()
+        log.info("rollout_failed", group_id=self._assignment.group_id, sample=member.index, reason=error.reason)
+        self._conversation.release_routes_of(member.samples)
+        member.samples = []
+        if episode is not None:
+            self._environments.abandon(episode.number)
+            self._open.discard(episode.number)
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Ends what is inside at the deadline, with the error that says whose it was."""
+        limit = asyncio.timeout(max(self._deadline_s - time.monotonic(), 0))
+        try:
+            async with limit:
+                yield
+        except (TimeoutError, DeadlineExceeded) as error:
+            if isinstance(error, TimeoutError) and not limit.expired():
+                raise
+            if self._deadline_s < self._group_deadline_s:
+                raise RolloutTimeout("the rollout took longer than rollout_timeout_s allows") from error
+            raise DeadlineExceeded("the rollout did not end before the group's deadline") from error

@@ -1,0 +1,74 @@
+"""A third party's environment with turns: count down from the task's number. `options.behaviour` says how it differs.
+
+The workers of these tests answer the last word they were told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from slipstream.environments.base import Context, Limits, Score, Split, Task
+from slipstream.environments.config import ImportedConfig
+from slipstream.environments.messages import Message, ToolSpec
+from slipstream.environments.tools import Tools
+
+CLOSED: list[int] = []
+
+
+class CountingDown:
+    """Begins episodes; the second of each group is the one that misbehaves."""
+
+    limits = Limits(max_turns=5, step_timeout_s=1.0)
+    needs_sandbox = False
+
+    def __init__(self, config: ImportedConfig, seed: int) -> None:
+        self.name = config.name
+        self._behaviour = config.options.get("behaviour", "")
+        self._numbers = itertools.count()
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(split, index)
+
+    async def setup(self, task: Task, tools: Tools) -> CountDown:
+        bad = next(self._numbers) % 2 == 1
+        if bad and self._behaviour == "raises at setup":
+            raise LookupError("no room")
+        return CountDown(task.index, self._behaviour, bad)
+
+
+class CountDown:
+    """One episode."""
+
+    def __init__(self, number: int, behaviour: str, bad: bool) -> None:
+        self._number = self._left = number
+        self._behaviour = behaviour
+        self._bad = bad
+        self._right = 0
+        self.messages = [Message("user", f"say {number}")]
+        self.tools: Sequence[ToolSpec] = [ToolSpec("look")] if behaviour == "has a tool" else []
+
+    async def step(self, message: Message) -> Sequence[Message] | Context:
+        if self._bad and self._left < self._number:
+            match self._behaviour:
+                case "raises at a step":
+                    raise ZeroDivisionError("a bug of its own")
+                case "hangs":
+                    await asyncio.sleep(3600)
+        self._right += message.content == str(self._left)
+        self._left -= 1
+        if self._left == 0:
+            return []
+        told = Message("user", f"now {self._left}")
+        if self._behaviour == "compacts" and self._left == 1:
+            return Context([told])
+        return [told]
+
+    async def score(self) -> Score:
+        if self._bad and self._behaviour == "raises at the score":
+            raise KeyError("lost")
+        return Score(self._right / self._number, self._right == self._number, f"{self._right} right")
+
+    async def close(self) -> None:
+        CLOSED.append(self._number)
