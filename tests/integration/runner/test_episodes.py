@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.compressed_lines import read_compressed
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 
@@ -46,7 +46,9 @@ async def test_each_turn_goes_on_from_the_tokens_of_the_one_before(start_world: 
     # The first turn is one request for both; each goes on by itself.
     decodes = [request for worker in world.workers.values() for request in worker.decodes]
     assert sorted(len(request.sample_ids) for request in decodes) == [1, 1, 1, 1, 2]
-    line = json.loads((tmp_path / "rollouts" / "runner-1.jsonl").read_text().splitlines()[0])
+    path = tmp_path / "rollouts" / "runner-1.jsonl.zst"
+    await world.until(path.exists)  # they are gathered for a while
+    line = next(read_compressed(path))
     assert (line["turns"], line["completion"], line["detail"]) == (3, "1", "3 right")
     assert [message["content"] for message in line["conversations"][0]] == ["say 3", "3", "now 2", "2", "now 1", "1"]
 
