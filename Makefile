@@ -4,6 +4,7 @@
 #                      demo that must learn
 # make test-engines    the conformance suite of the engines, tests/engine; a part of make test
 # make install-vllm    add vLLM for the CPU, for engine.type = "vllm"; a part of make test
+# make chaos           kill the services of a run with -9, 50 times; nothing may be lost or trained twice (CHAOS_ARGS)
 # make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
 # make clean           remove what was installed and generated; runs/ stays
 #
@@ -30,6 +31,7 @@ FAST_TESTS := tests/unit tests/property
 # Mooncake is linked to the system's libraries for RDMA, which no wheel carries and only root can add.
 WITHOUT := $(shell ldconfig -p 2>/dev/null | grep -q 'librdmacm\.so' || echo tests/mooncake)
 TESTS ?= $(filter-out $(FAST_TESTS) $(WITHOUT) tests/gpu tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/))))
+CHAOS_ARGS ?= --kills 50
 LOAD_CHECKS ?= loadtests/frames.py loadtests/routed_experts.py loadtests/soak.py
 DEMO_ARGS ?=
 comma := ,
@@ -37,7 +39,7 @@ comma := ,
 # Two cores are shared by all processes; more threads in each only get in each other's way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo demo-short test test-engines check check-static check-tests proto proto-baseline install install-vllm clean
+.PHONY: help demo demo-short test test-engines check check-static check-tests chaos proto proto-baseline install install-vllm clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -115,6 +117,9 @@ test: $(VENV)/.dev $(VENV)/.vllm
 	done; \
 	$(MAKE) demo-short || fail "the shortened demo"; \
 	echo "make test: ok, checks and tests pass, the shortened demo learned, in $$((SECONDS - started)) s"
+
+chaos: $(VENV)/.dev
+	@$(BIN)/python loadtests/chaos.py $(CHAOS_ARGS)
 
 test-engines: $(VENV)/.dev $(VENV)/.vllm
 	@echo "== Tests: tests/engine"

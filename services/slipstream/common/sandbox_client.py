@@ -23,7 +23,7 @@ import structlog
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.errors import SandboxUnknown, SlipstreamError, from_rpc_error
+from slipstream.common.errors import Draining, SandboxUnknown, SlipstreamError, Unreachable, from_rpc_error
 
 log = structlog.get_logger()
 
@@ -32,6 +32,9 @@ RENEW_TIMEOUT_S = 10.0
 # Beside the program's own time: waiting for a place, the way there and back.
 QUEUE_TIMEOUT_S = 60.0
 DEFAULT_WALL_S = 10.0
+AWAY_TIMEOUT_S = 30.0
+"""How long an executor may be away, such as between two of its processes."""
+AWAY_PAUSE_S = 0.2
 MAX_ARGUMENT_BYTES = 100_000
 
 
@@ -124,24 +127,34 @@ class SandboxClient:
     ) -> ExecResult:
         """Run one program and return its end; that it failed is in the result. Raises `SlipstreamError`.
 
-        A sandbox that is gone is made anew, once. `timeout_s` bounds waiting for a place too; it is by default
-        a minute longer than the program's wall time.
+        A sandbox that is gone is made anew, once. An executor that is away is waited for, up to `AWAY_TIMEOUT_S`, and
+        the program is run again where it was ended with it. `timeout_s` bounds waiting for a place too; it is by
+        default a minute longer than the program's wall time.
         """
         limits = limits or SandboxLimits()
         if timeout_s is None:
             timeout_s = (limits.wall_s or DEFAULT_WALL_S) + QUEUE_TIMEOUT_S
         request = sandbox_pb2.ExecRequest(argv=argv, stdin=stdin, limits=limits.to_proto(), env=env)
-        try:
+        away_since_s: float | None = None
+        while True:
             try:
-                request.sandbox_id = await self._sandbox()
-                return await self._exec(request, timeout_s)
+                return await self._run_once(request, timeout_s)
             except grpc.aio.AioRpcError as error:
-                if not isinstance(from_rpc_error(error), SandboxUnknown):
-                    raise
-                request.sandbox_id = await self._sandbox(gone=request.sandbox_id)
-                return await self._exec(request, timeout_s)
+                rebuilt, now_s = from_rpc_error(error), time.monotonic()
+                away_since_s = away_since_s or now_s
+                if not isinstance(rebuilt, (Unreachable, Draining)) or now_s - away_since_s > AWAY_TIMEOUT_S:
+                    raise rebuilt from None
+            await asyncio.sleep(AWAY_PAUSE_S)
+
+    async def _run_once(self, request: sandbox_pb2.ExecRequest, timeout_s: float) -> ExecResult:
+        request.sandbox_id = await self._sandbox()
+        try:
+            return await self._exec(request, timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            if not isinstance(from_rpc_error(error), SandboxUnknown):
+                raise
+        request.sandbox_id = await self._sandbox(gone=request.sandbox_id)
+        return await self._exec(request, timeout_s)
 
     async def _exec(self, request: sandbox_pb2.ExecRequest, timeout_s: float) -> ExecResult:
         failure: grpc.aio.AioRpcError | None = None

@@ -71,6 +71,8 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
         self._running: dict[str, SupervisedProcess] = {}
         self._restarts: dict[str, int] = {}
+        self._quick_deaths: dict[str, int] = {}
+        """In a row, of processes that did not run for `HEALTHY_AFTER_S`."""
         self._due: dict[str, tuple[float, ProcessSpec]] = {}
 
     @property
@@ -181,7 +183,8 @@ class Supervisor:
             self._give_up(spec, f"died ({reason}) after {count} restarts, which is its budget")
         self._restarts[spec.replica] = count + 1
         ran_long = time.monotonic() - process.started_s > HEALTHY_AFTER_S
-        delay_s = 0.0 if ran_long else min(self._backoff_s * 2**count, self._max_backoff_s)
+        quick = self._quick_deaths[spec.replica] = 0 if ran_long else self._quick_deaths.get(spec.replica, 0) + 1
+        delay_s = min(self._backoff_s * 2 ** min(quick - 1, 16), self._max_backoff_s) if quick else 0.0
         self._due[spec.replica] = (time.monotonic() + delay_s, spec)
         self._on_event("service_restart", replica=spec.replica, restart=count + 1, delay_s=delay_s)
 

@@ -1,0 +1,294 @@
+"""Kills services of a run with -9, again and again, and asks of the journal whether anything was lost or trained twice.
+
+    python loadtests/chaos.py --kills 50 --seed 1        # make chaos
+
+A small run on the real services, whose groups end within tenths of a second, restarts what dies. Kills are due as
+positions end, at moments drawn from the seed, so that a slower machine is killed as often. The run ends at a position,
+and must have trained what an uninterrupted one trains. `--every-s 60` kills by the clock instead, and then the share of
+the time in which the run got on is measured; otherwise it is worked out from what a kill costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
+
+import psutil
+from run_process import RunProcess, launching, of_kind, read_lines
+
+from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.sequencer import unpacked
+
+TARGETS = ("runner-1", "decode-1", "trainer", "router", "prefill-1", "sandbox", "broadcaster", "valkey", "decode-2")
+"""What is killed, in turn, in an order drawn from the seed."""
+GROUPS_PER_STEP = 4
+REQUIRED_RATIO = 0.8
+KILL_PERIOD_S = 60.0
+STUCK_S = 180.0
+"""A run that does not get on for so long is given up."""
+OPTIONS = "sandbox_s = 0.02"
+ARGUMENTS = {
+    "orchestrator.samples-per-group": "2",
+    "orchestrator.min-reward-std": "0",
+    "orchestrator.pool-timeout-s": "120",
+    "orchestrator.stall-timeout-s": "300",
+    "environments.0.deadline-s": "300",
+    "trainer.rows-timeout-s": "120",
+    "environments.0.age-out": "hold",
+    "environments.0.max-new-tokens": "12",
+    "decode.replicas": "2",
+    "launcher.restart": "on_failure",
+    "launcher.restart-budget": "1000",
+    "trainer.checkpoint.interval-steps": "4",
+}
+
+
+class Lost(Exception):
+    """The run broke a promise; the message says which."""
+
+
+@dataclass
+class Kill:
+    """One service, killed at a moment of the run."""
+
+    replica: str
+    ended_positions: int
+    time_s: float
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    wall_s: float
+    """From its first position to its end."""
+    trained: dict[int, int]
+    """Step by position."""
+    kills: list[Kill] = field(default_factory=list[Kill])
+
+
+class Growing:
+    """The journal of a run that goes on, read as far as it has come."""
+
+    def __init__(self, run_path: Path) -> None:
+        self.ended: set[int] = set()
+        """Positions whose rollouts have ended, one way or another."""
+        self.record_count = 0
+        self._path = run_path / "journal" / "journal.jsonl"
+        self._offset_bytes = 0
+
+    def read(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset_bytes)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return
+        self._offset_bytes += len(whole) + 1
+        for line in whole.splitlines():
+            self.record_count += 1
+            record = json.loads(line.partition(b" ")[2])
+            if record["kind"] in ("reported", "ended"):
+                self.ended.add(record["position"])
+
+
+class Chaos:
+    """Kills services of one run."""
+
+    def __init__(self, run: RunProcess, positions: int, seed: int, say: Callable[[str], None]) -> None:
+        self.run = run
+        self.positions = positions
+        self.kills: list[Kill] = []
+        self._random = random.Random(seed)
+        self._say = say
+        self._replicas = self._drawn()
+        self._journal = Growing(run.path)
+
+    def kill_by_progress(self, count: int) -> None:
+        """Kill so often, spread over the positions from a twentieth to nine tenths of them."""
+        low, high = self.positions // 20, self.positions * 9 // 10
+        for due in sorted(self._random.randint(low, high) for _ in range(count)):
+            self._await(lambda due=due: self._ended() >= due)
+            self._kill()
+
+    def kill_by_clock(self, every_s: float) -> None:
+        """Kill at this period until the run has ended."""
+        while self.run.process.poll() is None:
+            due_s = time.monotonic() + every_s
+            while self.run.process.poll() is None and time.monotonic() < due_s:
+                time.sleep(0.05)
+            if self.run.process.poll() is None:
+                self._kill()
+
+    def finish(self) -> None:
+        """Wait for the end of the run, which must be a good one."""
+        self._await(lambda: self.run.process.poll() is not None)
+        if self.run.process.returncode != 0:
+            raise Lost(f"the run ended with exit code {self.run.process.returncode}:\n{self.run.output}")
+
+    def _drawn(self) -> Iterator[str]:
+        while True:
+            yield from self._random.sample(TARGETS, len(TARGETS))
+
+    def _kill(self) -> None:
+        """Kill the next service, once it lives; a moment later, so that it is not always right after a report."""
+        replica = next(self._replicas)
+        time.sleep(self._random.random() * 0.3)
+        self._await(lambda: self._pid(replica) is not None)
+        pid = self._pid(replica)
+        if pid is None or self.run.process.poll() is not None:
+            return
+        os.kill(pid, signal.SIGKILL)
+        self.kills.append(Kill(replica, self._ended(), time.monotonic()))
+        self._say(f"{len(self.kills)}: killed {replica} when {self.kills[-1].ended_positions} positions had ended")
+
+    def _pid(self, replica: str) -> int | None:
+        pids = [event["pid"] for event in self.run.events("service_started") if event["replica"] == replica]
+        return pids[-1] if pids and psutil.pid_exists(pids[-1]) else None
+
+    def _ended(self) -> int:
+        self._journal.read()
+        return len(self._journal.ended)
+
+    def _await(self, condition: Callable[[], Any]) -> None:
+        moved_s, before = time.monotonic(), 0
+        while not condition():
+            if self.run.process.poll() is not None:
+                if condition():
+                    return
+                raise Lost(f"the run ended early:\n{self.run.output}")
+            self._journal.read()
+            if self._journal.record_count != before:
+                moved_s, before = time.monotonic(), self._journal.record_count
+            if time.monotonic() - moved_s > STUCK_S:
+                raise Lost(f"the run does not get on:\n{self.run.output}")
+            time.sleep(0.1)
+
+
+def check(path: Path, positions: int) -> Outcome:
+    """What a run that has ended came to. Raises `Lost` where the guarantee does not hold.
+
+    Each position is trained once, in a step that was sealed once; nothing is sampled by weights, or on KV, older than
+    those that its group was dispatched at, whatever incarnation they are of; no group is dispatched at a version that
+    the engines do not serve; and all rows that were sealed could be fetched.
+    """
+    records = read_journal(path / "journal" / "journal.jsonl").records
+    sealed: dict[int, list[int]] = {}
+    serving = -1
+    trained: dict[int, int] = {}
+    for record in records:
+        if record["kind"] == "sealed":
+            if record["step"] in sealed:
+                raise Lost(f"step {record['step']} was sealed twice")
+            sealed[record["step"]] = record["positions"]
+            _check_plans(record)
+        elif record["kind"] == "serving":
+            serving = int(record["version"].partition(".")[2])
+        elif record["kind"] == "acquired" and record["step"] > serving:
+            raise Lost(f"position {record['position']} was dispatched at step {record['step']}, served is {serving}")
+        elif record["kind"] == "trained":
+            for position in sealed[record["step"]]:
+                if position in trained:
+                    raise Lost(f"position {position} was trained in steps {trained[position]} and {record['step']}")
+                trained[position] = record["step"]
+    missing = set(range(positions)) - trained.keys()
+    if missing:
+        ends = {r["position"]: r.get("reason", r.get("outcome")) for r in records if r["kind"] == "ended"}
+        raise Lost(f"positions were never trained: { {p: ends.get(p, 'open') for p in sorted(missing)} }")
+    for step in of_kind(read_lines(path / "metrics.jsonl"), "step"):
+        if step["sequences_lost"]:
+            raise Lost(f"step {step['step']} was trained without {step['sequences_lost']:g} of its sequences")
+    first_s = next(record["time_s"] for record in records if record["kind"] == "acquired")
+    return Outcome(records[-1]["time_s"] - first_s, trained)
+
+
+def _check_plans(record: dict[str, Any]) -> None:
+    for plan in map(unpacked, record["plans"]):
+        for sequence in (s for batch in plan.micro_batches for s in batch.sequences):
+            dispatched = PolicyVersion.from_proto(sequence.dispatch_version)
+            for span in sequence.spans:
+                oldest = min(map(PolicyVersion.from_proto, (span.version, span.kv_oldest_version)))
+                if oldest < dispatched:
+                    raise Lost(f"{sequence.rollout_id}, dispatched at {dispatched}, rests on {oldest}")
+
+
+def live(
+    directory: Path,
+    name: str,
+    steps: int,
+    kill: Callable[[Chaos], None],
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """One run from start to end, and what `kill` does to it."""
+    positions = steps * GROUPS_PER_STEP
+    arguments = [part for key, value in ARGUMENTS.items() for part in (f"--{key}", value)]
+    with launching(directory) as launch:
+        run = launch(name, *arguments, "--orchestrator.total-steps", str(steps), options=OPTIONS)
+        chaos = Chaos(run, positions, seed, say)
+        kill(chaos)
+        chaos.finish()
+        left = run.left_after(5.0)
+        if left:
+            raise Lost(f"left behind: {left}")
+        outcome = check(run.path, positions)
+        outcome.kills = chaos.kills
+        return outcome
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=0, help="of the run; 0: two a kill")
+    parser.add_argument("--every-s", type=float, default=0.0, help="kill by the clock, as long as the run goes")
+    options = parser.parse_args(arguments)
+    steps = options.steps or max(10, 2 * options.kills)
+    print(f"seed {options.seed}: {steps} steps of {GROUPS_PER_STEP} groups, {options.kills} kills", flush=True)
+
+    def kill(chaos: Chaos) -> None:
+        if options.every_s:
+            chaos.kill_by_clock(options.every_s)
+        else:
+            chaos.kill_by_progress(options.kills)
+
+    def say(sentence: str) -> None:
+        print(sentence, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="slip-") as directory:
+        try:
+            calm = live(Path(directory), "calm", steps, lambda _: None)
+            killed = live(Path(directory), "killed", steps, kill, options.seed, say)
+        except Lost as lost:
+            print(f"chaos: FAILED: {lost}")
+            return 1
+    if killed.trained.keys() != calm.trained.keys():
+        print(f"chaos: FAILED: trained {sorted(killed.trained.keys() ^ calm.trained.keys())} in one run only")
+        return 1
+    cost_s = max(0.0, killed.wall_s - calm.wall_s) / max(1, len(killed.kills))
+    ratio = calm.wall_s / killed.wall_s if options.every_s else 1 - cost_s / KILL_PERIOD_S
+    print(
+        f"chaos: {len(killed.kills)} kills, {len(killed.trained)} positions trained once each, as without kills; "
+        f"{calm.wall_s:.1f} s without, {killed.wall_s:.1f} s with them, {cost_s:.1f} s a kill; effective training time "
+        f"ratio {ratio:.3f} at a kill every {options.every_s or KILL_PERIOD_S:g} s (at least {REQUIRED_RATIO} required)"
+    )
+    return 0 if ratio >= REQUIRED_RATIO else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

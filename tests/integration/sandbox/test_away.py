@@ -1,0 +1,78 @@
+"""A sandbox executor that is away for a while, as between two of its processes, costs its callers time alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
+from slipstream.common import sandbox_client
+from slipstream.common.auth import Access
+from slipstream.common.errors import Draining, SlipstreamError
+from slipstream.common.runtime import build_server
+from slipstream.common.sandbox_client import SandboxClient
+
+
+class Restarting(sandbox_pb2_grpc.SandboxServiceServicer):
+    """Is not there for so many calls, of either kind."""
+
+    def __init__(self, creations: int, executions: int) -> None:
+        self.away = {"create": creations, "exec": executions}
+        self.sandboxes: list[str] = []
+
+    async def CreateSandbox(self, request: Any, context: Any) -> sandbox_pb2.CreateSandboxResponse:
+        self._refuse("create")
+        self.sandboxes.append(f"sandbox-{len(self.sandboxes)}")
+        return sandbox_pb2.CreateSandboxResponse(sandbox=sandbox_pb2.Sandbox(sandbox_id=self.sandboxes[-1]))
+
+    async def Exec(self, request: sandbox_pb2.ExecRequest, context: Any) -> AsyncIterator[sandbox_pb2.ExecResponse]:
+        yield sandbox_pb2.ExecResponse(stdout=request.sandbox_id.encode())
+        self._refuse("exec")
+        yield sandbox_pb2.ExecResponse(result=sandbox_pb2.ExecResult(outcome=sandbox_pb2.OUTCOME_EXITED))
+
+    async def DeleteSandbox(self, request: Any, context: Any) -> sandbox_pb2.DeleteSandboxResponse:
+        return sandbox_pb2.DeleteSandboxResponse(found=True)
+
+    def _refuse(self, kind: str) -> None:
+        if self.away[kind]:
+            self.away[kind] -= 1
+            raise Draining("its next process does not listen yet")
+
+
+@pytest.fixture
+async def client_of(make_config) -> AsyncIterator[Any]:
+    servers, clients = [], []
+
+    async def start(servicer: Restarting) -> SandboxClient:
+        add = sandbox_pb2_grpc.add_SandboxServiceServicer_to_server
+        server, port = build_server(make_config(), [(add, servicer, "slipstream.api.sandbox.v1.SandboxService")])
+        await server.start()
+        servers.append(server)
+        clients.append(SandboxClient(f"127.0.0.1:{port}", Access()))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        await client.close()
+    for server in servers:
+        await server.stop(None)
+
+
+@pytest.mark.parametrize(("creations", "executions"), [(2, 0), (0, 2), (1, 1)])
+async def test_a_program_is_run_once_the_executor_is_back_and_its_output_is_that_of_one_run(
+    client_of, creations: int, executions: int
+) -> None:
+    servicer = Restarting(creations, executions)
+    result = await (await client_of(servicer)).run_python("print(1)")
+    assert (result.ok, result.stdout) == (True, b"sandbox-0")
+    assert servicer.away == {"create": 0, "exec": 0}
+
+
+async def test_one_that_stays_away_is_told_of(client_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_client, "AWAY_TIMEOUT_S", 0.5)
+    client = await client_of(Restarting(1 << 20, 0))
+    with pytest.raises(SlipstreamError) as caught:
+        await client.run_python("print(1)")
+    assert isinstance(caught.value, Draining)

@@ -1,0 +1,78 @@
+"""What the chaos run's check says of journals that break a promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import chaos
+import pytest
+
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.api.types.v1 import types_pb2
+from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.sequencer import packed
+
+V12, V15, V23 = ((1, 2), (1, 5), (2, 3))
+POSITIONS = 4
+
+
+def plan(dispatched: tuple[int, int], kv_oldest: tuple[int, int]) -> str:
+    version = types_pb2.PolicyVersion(incarnation=dispatched[0], step=dispatched[1])
+    oldest = types_pb2.PolicyVersion(incarnation=kv_oldest[0], step=kv_oldest[1])
+    span = types_pb2.VersionSpan(token_count=1, version=version, kv_oldest_version=oldest)
+    sequence = batch_pb2.PlannedSequence(rollout_id="train-0.1.0", dispatch_version=version, spans=[span])
+    return packed(batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=[sequence])]))
+
+
+def sealed(step: int, *positions: int, plans: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {"kind": "sealed", "step": step, "positions": positions, "plans": plans}
+
+
+def good() -> list[dict[str, Any]]:
+    return [
+        {"kind": "serving", "version": "1.2"},
+        *({"kind": "acquired", "position": position, "step": 2} for position in range(POSITIONS)),
+        sealed(1, 0, 1, plans=(plan(V12, V12), plan(V23, V23))),
+        {"kind": "trained", "step": 1},
+        sealed(2, 2, 3),
+        {"kind": "trained", "step": 2},
+    ]
+
+
+def checked(path: Path, records: list[dict[str, Any]], lost: float = 0.0) -> chaos.Outcome:
+    journal = Journal(path / "journal" / "journal.jsonl")
+    for record in records:
+        journal.append(record["kind"], **{key: value for key, value in record.items() if key != "kind"})
+    journal.close()
+    (path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "sequences_lost": lost}) + "\n")
+    return chaos.check(path, POSITIONS)
+
+
+def test_a_journal_that_keeps_its_promises_is_told_position_by_position(tmp_path: Path) -> None:
+    assert checked(tmp_path, good()).trained == {0: 1, 1: 1, 2: 2, 3: 2}
+
+
+@pytest.mark.parametrize(
+    ("index", "record", "sentence"),
+    [
+        (7, sealed(2, 1, 2, 3), "position 1 was trained in steps 1 and 2"),
+        (7, sealed(1, 2, 3), "step 1 was sealed twice"),
+        (7, sealed(2, 2), "positions were never trained: {3: 'open'}"),
+        (1, {"kind": "acquired", "position": 0, "step": 3}, "position 0 was dispatched at step 3, served is 2"),
+        (5, sealed(1, 0, 1, plans=(plan(V23, V15),)), "train-0.1.0, dispatched at 2.3, rests on 1.5"),
+    ],
+)
+def test_a_journal_that_breaks_one_is_told_by_it(
+    tmp_path: Path, index: int, record: dict[str, Any], sentence: str
+) -> None:
+    records = good()
+    records[index] = record
+    with pytest.raises(chaos.Lost, match=sentence.replace("{", r"\{").replace(".", r"\.")):
+        checked(tmp_path, records)
+
+
+def test_rows_that_were_lost_are_told_of(tmp_path: Path) -> None:
+    with pytest.raises(chaos.Lost, match="step 1 was trained without 2 of its sequences"):
+        checked(tmp_path, good(), lost=2.0)
