@@ -37,6 +37,21 @@ class Member:
     turn_count: int = 1
     failure: SlipstreamError | None = None
 
+    def take(self, prompt: TurnPrompt) -> Rollout:
+        """Put a prompt where its turn is sampled: at the end of its sample, or as another one.
+
+        What another one shares with an earlier is a prompt there, which nobody sampled for it: no token trains twice.
+        """
+        if prompt.begun:
+            base = self.samples[prompt.base_sample].token_ids[: prompt.base_token_count] if self.samples else []
+            rollout = Rollout([*base, *prompt.token_ids])
+            self.samples.append(rollout)
+        else:
+            rollout = self.samples[prompt.sample]
+            rollout.hear(prompt.token_ids)
+        rollout.turn_limit_tokens = prompt.max_new_tokens
+        return rollout
+
 
 class EpisodeGroup:
     """One attempt at a group."""
@@ -149,16 +164,10 @@ class EpisodeGroup:
         Draws are those of seed, index and position: samples of a member have indexes of their own.
         """
         index = member.index + self._assignment.sample_count * prompt.sample
+        rollout = member.take(prompt)
         if prompt.begun:
             telemetry.samples_begun.labels(self._task.environment, prompt.begun).inc()
-            base = member.samples[prompt.base_sample].token_ids[: prompt.base_token_count] if member.samples else []
-            rollout = Rollout([*base, *prompt.token_ids])
-            member.samples.append(rollout)
             self._conversation.add(index, rollout)
-        else:
-            rollout = member.samples[prompt.sample]
-            rollout.hear(prompt.token_ids)
-        rollout.turn_limit_tokens = prompt.max_new_tokens
         return index
 
     def _fail(self, member: Member, error: SlipstreamError, episode: OpenEpisode | None = None) -> None:
