@@ -51,7 +51,7 @@ class Run:
         open_before, gate, bound = self.machine.open_groups, self.machine.gate_open, self.machine.admission_bound
         group = self.machine.dispatch()
         if group is None:
-            assert not gate or self.machine.count(Phase.WAITING)
+            assert not gate or self.machine.count(Phase.WAITING) or self.machine.count(Phase.PARKED)
             return False
         assert group.dispatch_step == self.machine.serving_step
         assert group.lag(self.machine.sealed_step + 1) <= self.machine.max_off_policy_steps, "born too old"
@@ -215,6 +215,61 @@ def test_hold_without_filters_trains_every_admitted_group_and_ages_none_out(
     run.to_the_end()
     assert machine.outcomes == {Outcome.TRAINED: groups * steps}
     assert run.given_up == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(2, 10), st.booleans(), st.integers(0, 2**32))
+def test_held_groups_find_a_place_however_late_they_end(
+    groups: int, bound: int, steps: int, quotas: bool, seed: int
+) -> None:
+    """`numbers` end only when nothing else goes on: steps that took others in their place would leave them none."""
+    quota = {"words": groups - groups // 2, "numbers": groups // 2} if quotas else {}
+    machine = StalenessMachine(groups, bound, steps, environment_of, age_out={"numbers": AgeOut.HOLD}, quotas=quota)
+    run = Run(machine, seed, trainable=1.0)
+    for _ in range(20_000):
+        if machine.trained_step == steps:
+            break
+        progress = run.dispatch()
+        if quick := [group for group in run.running() if group.environment == "words"]:
+            run.finish(quick[0])
+            progress = True
+        progress |= run.seal() or run.train() or run.serve()
+        run.check()
+        if not progress:
+            assert run.running(), "stalled"
+            run.finish(run.random.choice(run.running()))
+    assert machine.trained_step == steps
+    assert [c for c in run.given_up if c.reason == "aged_out" and c.environment == "numbers"] == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    machines(),
+    st.integers(0, 2**32),
+    st.lists(st.tuples(st.integers(0, 10), st.sets(st.sampled_from(ENVIRONMENTS))), max_size=100),
+)
+def test_blocked_environments_are_passed_by_and_keep_their_positions(
+    machine: StalenessMachine, seed: int, events: list[tuple[int, set[str]]]
+) -> None:
+    blocked: set[str] = set()
+    machine.blocked = blocked.__contains__
+    machine.max_parked = 12
+    run = Run(machine, seed)
+    for kind, now_blocked in events:
+        blocked.clear()
+        blocked.update(now_blocked)
+        running = {(group.position, group.attempt) for group in run.running()}
+        run.event(kind)
+        for group in run.running():
+            assert (group.position, group.attempt) in running or group.environment not in blocked
+        parked = {group.position for group in machine.parked}
+        assert not parked & {group.position for group in machine}
+        assert len(parked) <= machine.max_parked + machine.admission_bound + 50
+        assert machine.frontier == min([*parked, *(group.position for group in machine)], default=machine.next_position)
+        ended = set(run.terminal)
+        assert parked | ended | {group.position for group in machine} == set(range(machine.next_position))
+    blocked.clear()
+    run.to_the_end()
 
 
 @settings(max_examples=100, deadline=None)

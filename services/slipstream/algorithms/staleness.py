@@ -7,6 +7,9 @@ One `StalenessMachine` owns the life of every position of the task sequence:
        +- lost,   +----------+--> ended(filtered | failed | aged_out | cancelled | dropped)
           regenerated
 
+A position whose environment is `blocked` is parked instead of dispatched: it is not open, holds no slot, and goes first
+once its environment is let through again. Others pass it by, so one broken environment stalls none of them.
+
 Names used below: `B` = max_off_policy_steps, `G` = groups_per_step, `s` = next unsealed step,
 `lag(group, n) = (n - 1) - dispatch step of its current attempt`.
 
@@ -39,6 +42,7 @@ class Phase(StrEnum):
     """Where a position is in its life."""
 
     WAITING = "waiting"
+    PARKED = "parked"
     RUNNING = "running"
     SCORED = "scored"
     SEALED = "sealed"
@@ -129,6 +133,10 @@ class StalenessMachine:
     as the slowest groups need."""
     max_losses: int = 3
     """Attempts of one position that may die with their runner before it ends as failed."""
+    blocked: Callable[[str], bool] = lambda _: False
+    """Environments of which nothing is dispatched now; asked at each dispatch, and must not change the machine."""
+    max_parked: int = 1 << 16
+    """Positions that may be parked; then nothing new is dispatched until an environment is let through."""
 
     serving_step: int = 0
     sealed_step: int = 0
@@ -138,6 +146,7 @@ class StalenessMachine:
     _open: dict[int, Group] = field(default_factory=dict[int, Group])
     _scored: dict[int, Group] = field(default_factory=dict[int, Group])
     _waiting: dict[int, Group] = field(default_factory=dict[int, Group])
+    _parked: dict[int, Group] = field(default_factory=dict[int, Group])
 
     # ---- admission
 
@@ -177,25 +186,46 @@ class StalenessMachine:
         needed = self.groups_per_step + (self._patience if self.quotas else 0)
         return len(self._scored) >= max(self.max_ready_groups, needed)
 
+    def _may_start(self, group: Group) -> bool:
+        """Whether a waiting position may start again: one that grew too old not at weights that are replaced just now,
+        or a task of nearly as many steps as the bound would grow too old a second time.
+        """
+        return group.regenerations == 0 or self.trained_step <= self.serving_step
+
+    @property
+    def _any_left(self) -> bool:
+        """Whether a position may be dispatched as far as parking is concerned."""
+        return len(self._parked) < self.max_parked or any(
+            not self.blocked(g.environment) for g in self._parked.values()
+        )
+
     @property
     def _fresh(self) -> bool:
         return not self.complete and self.sealed_step - self.serving_step <= self.max_off_policy_steps
 
     @property
     def dispatchable(self) -> bool:
-        """Whether `dispatch` would return a group."""
-        return self._fresh if self._waiting else self.gate_open
+        """Whether `dispatch` may return a group: it does unless all that could come is blocked."""
+        return (self._fresh and any(map(self._may_start, self._waiting.values()))) or (
+            self.gate_open and self._any_left
+        )
 
     def dispatch(self) -> Group | None:
-        """Start the next attempt at the serving version: the oldest waiting position, else a new one."""
+        """Start the next attempt at the serving version: the oldest waiting position, else the oldest parked one, else
+        a new one. What is blocked is passed by; None where nothing else is left.
+        """
+        for group in [group for group in self._waiting.values() if self.blocked(group.environment)]:
+            self._park(group)
         if not self.dispatchable:
             return None
-        if self._waiting:
-            group = self._waiting.pop(min(self._waiting))
+        starting = [group.position for group in self._waiting.values() if self._may_start(group)] if self._fresh else []
+        if starting:
+            group = self._waiting.pop(min(starting))
         else:
-            group = Group(self.next_position, self.environment_of(self.next_position))
+            group = self._unparked() or self._new()
+            if group is None:
+                return None
             self._open[group.position] = group
-            self.next_position += 1
         group.phase = Phase.RUNNING
         group.attempt += 1
         group.dispatch_step = self.serving_step
@@ -220,12 +250,15 @@ class StalenessMachine:
         """End a position whose attempt failed; its slot is free at once."""
         return self._end_running(position, attempt, Outcome.FAILED)
 
-    def lost(self, position: int, attempt: int) -> bool:
-        """Give a running attempt up because its runner is gone; the position gets another one."""
+    def lost(self, position: int, attempt: int, *, counted: bool = True) -> bool:
+        """Give a running attempt up because its runner is gone; the position gets another one.
+
+        Not `counted`: what it needs is away, and how often that is found out says nothing of the position.
+        """
         group = self._running(position, attempt)
         if group is None:
             return False
-        group.losses += 1
+        group.losses += counted
         if group.losses > self.max_losses:
             self._end(group, Outcome.FAILED)
         else:
@@ -242,7 +275,7 @@ class StalenessMachine:
 
     def cancel(self, position: int, reason: str = "cancelled") -> Cancellation | None:
         """End a position that is not sealed yet; None where there is nothing to cancel."""
-        group = self._open.get(position)
+        group = self._open.get(position) or self._parked.get(position)
         if group is None or group.phase is Phase.SEALED:
             return None
         cancellation = self._cancellation(group, reason, regenerated=False)
@@ -300,6 +333,16 @@ class StalenessMachine:
     def __iter__(self) -> Iterator[Group]:
         return iter(self._open.values())
 
+    @property
+    def parked(self) -> list[Group]:
+        """Positions that were passed by, as their environment is blocked."""
+        return list(self._parked.values())
+
+    @property
+    def frontier(self) -> int:
+        """The lowest position that has not ended."""
+        return min((*self._open, *self._parked), default=self.next_position)
+
     def group(self, position: int) -> Group | None:
         """Return an open group."""
         return self._open.get(position)
@@ -310,6 +353,8 @@ class StalenessMachine:
             return len(self._scored)
         if phase is Phase.WAITING:
             return len(self._waiting)
+        if phase is Phase.PARKED:
+            return len(self._parked)
         return sum(group.phase is phase for group in self._open.values())
 
     # ---- inside
@@ -332,11 +377,33 @@ class StalenessMachine:
         self._scored.pop(group.position, None)
         self._waiting[group.position] = group
 
+    def _park(self, group: Group) -> None:
+        group.phase = Phase.PARKED
+        self._open.pop(group.position, None)
+        self._waiting.pop(group.position, None)
+        self._parked[group.position] = group
+
+    def _unparked(self) -> Group | None:
+        """Take the oldest parked position that is let through again."""
+        free = [group.position for group in self._parked.values() if not self.blocked(group.environment)]
+        return self._parked.pop(min(free)) if free else None
+
+    def _new(self) -> Group | None:
+        """Take the next position of the sequence; those that are blocked are parked on the way."""
+        while len(self._parked) < self.max_parked:
+            group = Group(self.next_position, self.environment_of(self.next_position))
+            self.next_position += 1
+            if not self.blocked(group.environment):
+                return group
+            self._park(group)
+        return None
+
     def _end(self, group: Group, outcome: Outcome) -> None:
         group.phase = Phase.ENDED
         group.outcome = outcome
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        del self._open[group.position]
+        self._open.pop(group.position, None)
+        self._parked.pop(group.position, None)
         self._scored.pop(group.position, None)
         self._waiting.pop(group.position, None)
 
@@ -348,7 +415,7 @@ class StalenessMachine:
         return group.lag(step + 1) > self.max_off_policy_steps
 
     def _selection(self) -> list[Group] | None:
-        """Choose the groups of the next step: what would age out first, oldest first, within the quotas.
+        """Choose the groups of the next step: what would find no room later first, oldest first, within the quotas.
 
         Quotas yield when the groups that are missing cannot come (nothing runs and nothing may start) or
         when enough others have piled up.
@@ -356,17 +423,12 @@ class StalenessMachine:
         step, size = self.sealed_step + 1, self.groups_per_step
         if step > self.total_steps or len(self._scored) < size:
             return None
-        held = (
-            group
-            for group in self._open.values()
-            if group.phase is Phase.RUNNING and self._policy(group) is AgeOut.HOLD and self._ages_out_with(group, step)
-        )
-        if next(held, None) is not None:
+        urgent = self._urgent(step)
+        if urgent is None:
             return None
-        # Without over-sampling at most G groups are about to age out: put first, they all fit.
         ordered = sorted(
             self._scored.values(),
-            key=lambda group: (not self._must_go(group, step), group.dispatch_step, group.position),
+            key=lambda group: (group.position not in urgent, group.dispatch_step, group.position),
         )
         if not self.quotas:
             return ordered[:size]
@@ -374,7 +436,7 @@ class StalenessMachine:
         chosen: list[Group] = []
         surplus: list[Group] = []
         for group in ordered:
-            if left.get(group.environment, 0) > 0 or self._must_go(group, step):
+            if left.get(group.environment, 0) > 0 or group.position in urgent:
                 left[group.environment] = left.get(group.environment, 0) - 1
                 chosen.append(group)
             else:
@@ -387,6 +449,40 @@ class StalenessMachine:
             return (chosen + surplus)[:size]
         return None
 
+    def _urgent(self, step: int) -> set[int] | None:
+        """Scored groups for which the steps after `step` have no room before they are too old.
+
+        The groups dispatched up to some version can be trained in `size` places a step, up to the last step that may
+        take that version; what is beyond goes now, oldest first. None where a held group that still runs would be left
+        without a place: then the step waits for it.
+        """
+        size, scored = self.groups_per_step, list[Group]()
+        held = held_scored = need = 0
+        counted = sorted(
+            (group for group in self._open.values() if self._needs_a_place(group)),
+            key=lambda group: (group.dispatch_step, group.position),
+        )
+        for index, group in enumerate(counted):
+            if group.phase is Phase.SCORED:
+                scored.append(group)
+            if self._policy(group) is AgeOut.HOLD:
+                held += 1
+                held_scored += group.phase is Phase.SCORED
+            if index + 1 < len(counted) and counted[index + 1].dispatch_step == group.dispatch_step:
+                continue
+            places = size * max(0, group.dispatch_step + self.max_off_policy_steps + 1 - step)
+            if held > held_scored and held - min(held_scored, size) > places:
+                return None
+            need = max(need, index + 1 - places)
+        return {group.position for group in scored[:need]}
+
+    def _needs_a_place(self, group: Group) -> bool:
+        """Whether it must be trained before it is too old: if it is scored, or sure to be."""
+        policy = self._policy(group)
+        if policy is AgeOut.MASK:
+            return False
+        return group.phase is Phase.SCORED or (group.phase is Phase.RUNNING and policy is AgeOut.HOLD)
+
     @property
     def _patience(self) -> int:
         return self.groups_per_step // 2 if self.quota_patience_groups is None else self.quota_patience_groups
@@ -398,7 +494,7 @@ class StalenessMachine:
         return (self.sealed_step - self.trained_step) * self.groups_per_step
 
     def _give_up_too_old(self) -> Iterator[Cancellation]:
-        for group in list(self._open.values()):
+        for group in [*self._open.values(), *(self._parked.values() if self.complete else ())]:
             if group.phase is Phase.SEALED:
                 continue
             if self.complete:

@@ -198,6 +198,13 @@ class RolloutTimeout(SlipstreamError):
     reason = "ROLLOUT_TIMEOUT"
 
 
+class SandboxAway(SlipstreamError):
+    """No sandbox executor answers. The group that needed one is run again when it is back."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "SANDBOX_AWAY"
+
+
 # --- Orchestrator ------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.api.run.v1 import run_pb2
-from slipstream.launcher.progress import Milestones, TimeLeft, duration, facts, paused
+from slipstream.launcher.progress import Milestones, TimeLeft, Warnings, duration, facts, paused
 
 LINE_INTERVAL_S = 5.0
 SILENCE_S = 60.0
@@ -86,6 +86,7 @@ class LineDisplay:
         self._begun_s = clock()
         self._left = TimeLeft()
         self._milestones = Milestones()
+        self._warnings = Warnings()
         self._phase = ""
         self._pause = ""
         self._explained = False
@@ -104,7 +105,7 @@ class LineDisplay:
         if pause != self._pause:
             self.say(f"paused: {pause}" if pause else "the run goes on")
             self._pause = pause
-        for news in self._milestones.news(run):
+        for news in (*self._milestones.news(run), *self._warnings.news(run)):
             self.say(news)
         (_, phase), *rest = facts(run, left_s)
         silent_s = self._clock() - self._said_s
@@ -131,6 +132,7 @@ class PanelDisplay:
         self._begun_s = time.monotonic()
         self._left = TimeLeft()
         self._milestones = Milestones()
+        self._warnings = Warnings()
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
@@ -141,7 +143,7 @@ class PanelDisplay:
         self._draw("starting", count / total, [("up", f"{count} of {total}"), ("newest", replica)])
 
     def show(self, run: run_pb2.Run) -> None:
-        for news in self._milestones.news(run):
+        for news in (*self._milestones.news(run), *self._warnings.news(run)):
             self.say(news)
         (_, phase), *rest = facts(run, self._left.update(run))
         fraction = run.step / max(run.total_steps, 1) if run.phase == "training" else run.phase_fraction_done

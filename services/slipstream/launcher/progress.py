@@ -128,6 +128,21 @@ class Milestones:
         return [f"held-out accuracy {_when(name)}: {', '.join(parts)}" for name, parts in fresh.items()]
 
 
+class Warnings:
+    """Tells each warning of the run when it comes, and that it is over."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def news(self, run: run_pb2.Run) -> list[str]:
+        """Sentences on what has changed since the last call."""
+        now = list(run.warnings)
+        fresh = [f"warning: {sentence}" for sentence in now if sentence not in self._told]
+        over = [f"over: {sentence}" for sentence in self._told if sentence not in now and run.phase != "ended"]
+        self._told = now
+        return over + fresh
+
+
 def _when(evaluation: str) -> str:
     """By the name of an evaluation."""
     kind, _, step = evaluation.partition("-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -44,8 +44,8 @@ class ServiceStatus:
     memory_mib: float | None = None
     refused: str = ""
     """Why it did not take the question: whoever asks has no right to."""
-    note: str = ""
-    """A sentence below the table: why the run is paused."""
+    notes: list[str] = field(default_factory=list[str])
+    """Sentences below the table: why the run is paused, what it warns of."""
 
 
 def ended_run(run: RunDir) -> tuple[bool, str]:
@@ -141,7 +141,8 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     if alike := alike_groups(run):
         row.load += f", {alike} left out since, as their rollouts all earned the same"
     if paused(run):
-        row.note = f"paused: {run.reason}"
+        row.notes.append(f"paused: {run.reason}")
+    row.notes += [f"warning: {sentence}" for sentence in run.warnings]
 
 
 def refusal(run: RunDir, rows: list[ServiceStatus]) -> str:
@@ -182,5 +183,5 @@ def print_status(run: RunDir, rows: list[ServiceStatus]) -> None:
         table.add_section()
         table.add_row("together", "", "", "", f"{total_mib:.0f}", "")
     Console(width=None if Console().is_terminal else 160).print(table)
-    for note in (row.note for row in rows if row.note):
+    for note in (note for row in rows for note in row.notes):
         print(note)

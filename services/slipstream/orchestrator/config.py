@@ -88,6 +88,20 @@ class SessionsConfig(BaseConfig):
     """Train on sessions alone: no task of the environments is run for training."""
 
 
+class BreakerConfig(BaseConfig):
+    """When an environment that only fails is backed off, and how far."""
+
+    open_after_failures: int = Field(default=16, ge=1)
+    """Groups of one environment that fail in a row before it is backed off: then single groups try it now and then,
+    and other environments go on. A sandbox that is away backs its environments off at once."""
+
+    first_pause_s: float = Field(default=1.0, gt=0)
+    """Time to the first try; doubles with each one that fails."""
+
+    max_pause_s: float = Field(default=15.0, gt=0)
+    """Longest time between tries."""
+
+
 class OrchestratorConfig(ServiceConfig):
     """The sequencer of a run: what is run, in which order, and which weights it is trained into."""
 
@@ -160,6 +174,7 @@ class OrchestratorConfig(ServiceConfig):
     sessions: SessionsConfig = SessionsConfig()
     keeper: KeeperConfig = KeeperConfig()
     disk: DiskConfig = DiskConfig()
+    breaker: BreakerConfig = BreakerConfig()
 
     tracking: list[AnyTracker] = Field(default_factory=list[AnyTracker])
     """Experiment trackers that get the figures of steps and evaluations, too."""
@@ -185,14 +200,11 @@ class OrchestratorConfig(ServiceConfig):
     stall_timeout_s: float = Field(default=120.0, gt=0)
     """Training or an evaluation that makes no progress for this long ends the run."""
 
-    max_consecutive_failures: int = Field(default=32, ge=1)
-    """Groups of one environment that fail in a row before the run ends."""
-
     max_skipped_steps: int = Field(default=3, ge=1)
     """Steps in a row whose loss or gradient is not finite before the run ends."""
 
     failing_environment_timeout_s: float = Field(default=60.0, gt=0)
-    """An environment that only fails for this long ends the run, however few its groups are."""
+    """An environment that only fails for this long ends the run; before, it is backed off (`breaker`)."""
 
     max_external_rollouts: int = Field(default=256, ge=1)
     """Groups of third parties that may wait or run at once."""

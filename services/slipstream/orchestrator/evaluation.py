@@ -7,7 +7,7 @@ While training goes on an evaluation takes a share of the slots, and no more: `t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -34,6 +34,8 @@ class Evaluation:
         self.step = step
         self.config = config or EvaluationConfig()
         self.changed = Signal()
+        self.allowed: Callable[[str], bool] = lambda environment: True
+        """Whether an environment may be asked now; one that is backed off may not."""
         self.tasks: dict[str, Task] = {
             f"{name}-{environment}-{task.index}": task
             for environment, count in counts.items()
@@ -48,8 +50,11 @@ class Evaluation:
 
     @property
     def waiting(self) -> bool:
-        """Whether a task waits to be asked."""
-        return bool(self._waiting)
+        """Whether a task waits to be asked, of an environment that is allowed."""
+        return self._next() is not None
+
+    def _next(self) -> str | None:
+        return next((name for name in self._waiting if self.allowed(self.tasks[name].environment)), None)
 
     @property
     def running(self) -> int:
@@ -73,7 +78,7 @@ class Evaluation:
 
     def may_take(self, slot_count: int, samples_per_slot: int) -> bool:
         """Whether a task waits, and the share of so many slots has room for it; one task runs in any case."""
-        if not self._waiting:
+        if not self.waiting:
             return False
         allowed = self.config.share * slot_count
         next_running = len(self._running) + 1
@@ -82,7 +87,9 @@ class Evaluation:
 
     def take(self) -> tuple[str, int, Task]:
         """Return the next task: group id, attempt, task."""
-        group_id = self._waiting.popleft()
+        group_id = self._next()
+        assert group_id is not None, "whoever takes has asked"
+        self._waiting.remove(group_id)
         self._running.add(group_id)
         attempt = self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
         return group_id, attempt, self.tasks[group_id]

@@ -1,4 +1,8 @@
-"""Groups that failed, by environment: for the log, `metrics.jsonl`, and the decision that an environment only fails."""
+"""Groups that failed, by environment: for the log, `metrics.jsonl`, and what an environment that only fails comes to.
+
+It is backed off (`breakers.py`), the run pauses while all of them are, and the supervisor ends a run one of whose
+environments had no success for `failing_environment_timeout_s`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,18 @@ from dataclasses import dataclass, field
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.errors import SandboxAway
+from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.run_state import ENVIRONMENTS, RunState
 
 log = structlog.get_logger()
 
 MAX_DETAIL_CHARS = 512
 TOO_FEW_MEMBERS = "TOO_FEW_MEMBERS"
 BAD_ADVANTAGES = "BAD_ADVANTAGES"
+OUTAGES = frozenset({SandboxAway.reason})
+"""Reasons that say nothing of the group: what it needs is away."""
 
 
 @dataclass(slots=True)
@@ -27,7 +36,7 @@ class FailureStreak:
     detail: str = ""
     runner_id: str = ""
     groups: set[str] = field(default_factory=set)
-    """Fewer than attempts: a problem of an evaluation is tried again. Bounded by what ends the run."""
+    """Fewer than attempts: a problem of an evaluation is tried again. Bounded, as probes become rare."""
 
     def sentence(self, environment: str) -> str:
         """What the run ends with."""
@@ -42,9 +51,11 @@ class FailureStreak:
 class Failures:
     """Counts groups that ended by environment, and those of them that failed."""
 
-    def __init__(self, metrics: MetricsFile, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: MetricsFile, clock: Callable[[], float], breakers: Breakers, state: RunState) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._breakers = breakers
+        self._state = state
         self._ended: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self.streaks: dict[str, FailureStreak] = {}
@@ -52,7 +63,13 @@ class Failures:
     def finished(self, environment: str, *, counted: bool = False) -> None:
         """A group ended well; `counted`: it had failed before."""
         self._ended[environment] += not counted
-        self.streaks.pop(environment, None)
+        streak = self.streaks.pop(environment, None)
+        if self._breakers.succeeded(environment):
+            away_s = self._clock() - streak.since if streak else 0.0
+            log.info("environment_healed", environment=environment, after_s=round(away_s, 1))
+            self._metrics.write("environment", environment=environment, state="healed", after_s=away_s)
+            self._state.unwarn(_topic(environment))
+            self._state.resume(ENVIRONMENTS)
 
     def useless(self, group: runner_pb2.GroupAssignment, runner_id: str, reason: str, detail: str) -> None:
         """A group that counts as finished turned out to be of no use."""
@@ -73,6 +90,11 @@ class Failures:
         streak.count += 1
         streak.groups.add(group.group_id)
         streak.detail, streak.runner_id = detail, runner_id
+        outage = report.reason in OUTAGES
+        self._back_off(name, (group.group_id, group.attempt), streak, outage=outage)
+        if outage:
+            log.info("group_to_be_run_again", group_id=group.group_id, environment=name, reason=report.reason)
+            return
         log.warning(
             "group_failed", group_id=group.group_id, environment=name, reason=report.reason, detail=report.detail
         )
@@ -81,9 +103,30 @@ class Failures:
             self._failed[name] += 1
             self._write(group, report.reason, detail, runner_id)
 
+    def _back_off(self, name: str, key: tuple[str, int], streak: FailureStreak, *, outage: bool) -> None:
+        if not self._breakers.failed(name, key, streak.count, outage=outage):
+            return
+        sentence = f"environment {name!r} is backed off and tried now and then: {streak.detail}"
+        self._metrics.write("environment", environment=name, state="backed_off", detail=streak.detail)
+        self._state.warn(_topic(name), sentence, environment=name)
+        if self._breakers.all_open:
+            every = len(self._breakers.open) > 1
+            self._state.pause(
+                ENVIRONMENTS, f"every environment is backed off, the last as {sentence}" if every else sentence
+            )
+
+    def pardon(self, now: float) -> None:
+        """The run was paused for another reason: no streak grew longer meanwhile."""
+        for streak in self.streaks.values():
+            streak.since = now
+
     def _write(self, group: runner_pb2.GroupAssignment, reason: str, detail: str, runner_id: str) -> None:
         name = group.environment
         self._metrics.write(
             "group_failed", environment=name, group_id=group.group_id, reason=reason, detail=detail, runner=runner_id,
             groups_failed=self._failed[name], groups_ended=self._ended[name],
         )  # fmt: skip
+
+
+def _topic(environment: str) -> str:
+    return f"backed_off/{environment}"

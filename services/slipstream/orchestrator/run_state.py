@@ -35,6 +35,8 @@ ENDED_STATES = frozenset({run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_FAILED, 
 
 DISK = "disk"
 """The cause of a pause: the disk is full."""
+ENVIRONMENTS = "environments"
+"""The cause of a pause: all environments are backed off. Their probes still go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class RunState:
         self.accuracies: list[AccuracyResult] = []
         self.phase_fraction = 0.0
         self.pauses: dict[str, str] = {}
+        self.warnings: dict[str, str] = {}
+        """What somebody should look at while the run goes on: sentences by topic."""
         self.trainer_activity = ""
         """What the trainer said last that it is doing; empty before it said anything."""
         self.changed = Signal()
@@ -83,6 +87,11 @@ class RunState:
     def trainer_disk_full(self) -> bool:
         """Whether the trainer waits for room, here or at the broadcaster."""
         return self.trainer_activity == "disk_full"
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing at all may be handed out."""
+        return bool(self.pauses.keys() - {ENVIRONMENTS})
 
     @property
     def ended(self) -> bool:
@@ -138,6 +147,22 @@ class RunState:
             self._metrics_file.write("run", state="running", cause=cause, reason="")
         self.changed.notify()
 
+    def warn(self, topic: str, sentence: str, **fields: object) -> None:
+        """Show a sentence until `unwarn(topic)`; the first of a topic stands. `fields` go into the records."""
+        if topic in self.warnings or self.ended:
+            return
+        self.warnings[topic] = sentence
+        log.warning("run_warning", topic=topic, sentence=sentence, **fields)
+        self._metrics_file.write("warning", topic=topic, sentence=sentence, **fields)
+        self.changed.notify()
+
+    def unwarn(self, topic: str) -> None:
+        """Undo `warn(topic)`."""
+        if self.warnings.pop(topic, None) is not None:
+            log.info("run_warning_over", topic=topic)
+            self._metrics_file.write("warning_over", topic=topic)
+            self.changed.notify()
+
     def end(self, state: run_pb2.RunState, reason: str) -> bool:
         """End the run; False when it had ended before."""
         if self.ended:
@@ -169,6 +194,7 @@ class RunState:
             running_group_count=self.running_groups(),
             phase_fraction_done=self.phase_fraction,
             started_unix_ms=self._started_ms,
+            warnings=list(self.warnings.values()),
         )
 
 

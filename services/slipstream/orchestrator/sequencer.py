@@ -23,10 +23,12 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.advantage import BadAdvantages, build_advantages
 from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
+from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
+from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.external import ExternalGroups
-from slipstream.orchestrator.failures import BAD_ADVANTAGES, TOO_FEW_MEMBERS, Failures
+from slipstream.orchestrator.failures import BAD_ADVANTAGES, OUTAGES, TOO_FEW_MEMBERS, Failures
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
@@ -123,7 +125,10 @@ class Sequencer:
         """Set when something changed that Redis shows."""
         self.incarnation = 1
         self.totals = Totals()
-        self.failures = Failures(metrics, clock)
+        self.breakers = Breakers(config.breaker, self.environments, clock, lambda key: key in self._running)
+        self.machine.blocked = self.breakers.blocks
+        self.failures = Failures(metrics, clock, self.breakers, state)
+        self.durations = Durations(self.machine.age_out, config.max_off_policy_steps, state, clock)
         self.skipped = SkippedSteps(config.max_skipped_steps, config.run_dir / "skipped-rollouts.json")
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
@@ -148,12 +153,11 @@ class Sequencer:
     @property
     def available(self) -> bool:
         """Whether `acquire` would hand something out."""
-        if self.state.ended or self.state.pauses or not self.state.serving:
+        if self.state.ended or self.state.closed or not self.state.serving:
             return False
+        training = self.state.phase is RunPhase.TRAINING and self.machine.dispatchable
         return bool(
-            self._evaluation_due
-            or self.external.waiting
-            or (self.state.phase is RunPhase.TRAINING and self.machine.dispatchable and self._wanted)
+            self._evaluation_due or self.external.waiting or (training and self.breakers.any_allowed and self._wanted)
         )
 
     @property
@@ -181,13 +185,18 @@ class Sequencer:
         if runner.spool_full:
             return groups
         size_bytes = 0
-        while len(groups) < max_groups and size_bytes < _ACQUIRED_BYTES and self.available:
-            groups.append(self._next_group(runner))
-            size_bytes += groups[-1].ByteSize()
         now = self._clock()
-        for group in groups:
+        while len(groups) < max_groups and size_bytes < _ACQUIRED_BYTES and self.available:
+            group = self._next_group(runner)
+            if group is None:
+                self._seal_what_can_be()  # what could still come is blocked now
+                break
+            groups.append(group)
+            size_bytes += group.ByteSize()
             attempt = Attempt(group, runner.runner_id, now)
             self._running[attempt.key] = attempt
+            if group.purpose != EXTERNAL and not group.HasField("session_group"):
+                self.breakers.handed_out(group.environment, attempt.key)
         self.leases.grant(runner, [(group.group_id, group.attempt) for group in groups])
         if groups:
             self.mirror_due.set()
@@ -204,14 +213,15 @@ class Sequencer:
         """Return the dispatch versions of all attempts that run."""
         return {PolicyVersion.from_proto(attempt.assignment.dispatch_version) for attempt in self._running.values()}
 
-    def _next_group(self, runner: Runner) -> runner_pb2.GroupAssignment:
+    def _next_group(self, runner: Runner) -> runner_pb2.GroupAssignment | None:
         version = self.state.serving
         if self.evaluation is not None and self._evaluation_due:
             return self._assigner.evaluation(*self.evaluation.take(), version, self.evaluation.config)
         if self.external.waiting:
             return self._assigner.external(self.external.take(version), version)
         group = self.machine.dispatch()
-        assert group is not None, "available says that there is one"
+        if group is None:
+            return None
         of_sessions = self.sessions.waiting and bool(runner.address)
         self._journal.append(
             "acquired",
@@ -253,6 +263,8 @@ class Sequencer:
                 continue
             del self._running[key]
             self.leases.drop(attempt.runner_id, key)
+            if attempt.assignment.purpose == TRAINING and report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
+                self.durations.ended(attempt.assignment.environment, self._clock() - attempt.started_at)
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)
             self._note_outcome(attempt, report)
@@ -304,6 +316,9 @@ class Sequencer:
             # Not by us: ours are no longer in the list. A runner that drains hands its groups back.
             self._lose(position, attempt)
             return False
+        if report.reason in OUTAGES:
+            self._lose(position, attempt, counted=False)
+            return False
         few = len(report.rollouts) < self.config.min_group_size and not has_advantages(report.rollouts)
         if not finished or few:
             self._interval.groups_failed += 1
@@ -340,12 +355,12 @@ class Sequencer:
         telemetry.groups_ended.labels(outcome.value, reason).inc()
         self._journal.append("ended", position=position, attempt=attempt, outcome=outcome.value, reason=reason)
 
-    def _lose(self, position: int, attempt: int) -> None:
+    def _lose(self, position: int, attempt: int, *, counted: bool = True) -> None:
         group = self.machine.group(position)
         self.sessions.group_ended(position, attempt, "RUNNER_LOST")
-        if self.machine.lost(position, attempt):
-            ended = group is not None and group.outcome is not None
-            self._journal.append("ended" if ended else "lost", position=position, attempt=attempt, outcome="failed")
+        if self.machine.lost(position, attempt, counted=counted):
+            kind = "ended" if group is not None and group.outcome is not None else "lost"
+            self._journal.append(kind, position=position, attempt=attempt, outcome="failed", counted=counted)
 
     def _take_evaluation(
         self, assignment: runner_pb2.GroupAssignment, report: runner_pb2.GroupReport, *, finished: bool
@@ -356,7 +371,7 @@ class Sequencer:
         if finished and report.rollouts:
             self.evaluation.answer(assignment.group_id, report.rollouts)
         else:
-            blameless = report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED
+            blameless = report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED or report.reason in OUTAGES
             self.evaluation.failed(assignment.group_id, blameless=blameless)
 
     def _take_external(
@@ -437,7 +452,7 @@ class Sequencer:
         self._stop(list(self._running.values()), reason)
         self.external.end_all(reason)
         self.sessions.end_all(reason)
-        for group in list(self.machine):
+        for group in [*self.machine, *self.machine.parked]:
             if self.machine.cancel(group.position, reason) is not None:
                 self._journal.append("ended", position=group.position, attempt=group.attempt, outcome="cancelled")
         self._scored.clear()
@@ -457,6 +472,8 @@ class Sequencer:
             attempt = self._running.pop(key, None)
             if attempt is not None:
                 self.leases.cancel(attempt.runner_id, key, given_up.reason.upper())
+                if given_up.reason == "aged_out" and self.config.over_sampling == 1.0:  # else a surplus is meant to
+                    self.durations.cut_off(given_up.environment, self._clock() - attempt.started_at)
             scored = self._scored.pop(given_up.position, None)
             if scored is not None:
                 self._release_rows(ref for record in scored.records for ref in record_rows(record))
@@ -496,7 +513,7 @@ class Sequencer:
 
     def frontier(self) -> int:
         """Return the lowest position that has not ended."""
-        return min((group.position for group in self.machine), default=self.machine.next_position)
+        return self.machine.frontier
 
     def admission_may_have_opened(self) -> None:
         """Wake those who wait for groups: the phase or a pause changed."""
@@ -532,6 +549,7 @@ class Sequencer:
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         plan = self.plans[version.step]
         self.skipped.note(plan, skipped=skipped)
+        self.durations.trained()
         self._let_go()
         self._write_step(plan, trainer_metrics, step_s, skipped=skipped)
         self._seal_what_can_be()

@@ -65,6 +65,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(0.5)
             self._sequencer.expire()
+            if self._sequencer.breakers.open:  # a probe may be due
+                self._sequencer.admission_may_have_opened()
             reason = None if self._state.ended else self.hopeless()
             if reason:
                 self.end(run_pb2.RUN_STATE_FAILED, reason)
@@ -79,9 +81,10 @@ class Supervisor:
     def hopeless(self) -> str | None:
         """Return one sentence on why the run cannot go on, or None."""
         config, now = self._config, self._clock()
+        if self._state.closed:
+            self._sequencer.failures.pardon(now)
         for name, streak in self._sequencer.failures.streaks.items():
-            lasting = streak.count > 1 and now - streak.since > config.failing_environment_timeout_s
-            if streak.count >= config.max_consecutive_failures or lasting:
+            if streak.count > 1 and now - streak.since > config.failing_environment_timeout_s:
                 return streak.sentence(name)
         if self._sequencer.skipped.sentence:
             return self._sequencer.skipped.sentence
@@ -142,6 +145,7 @@ class Supervisor:
         """One evaluation, as a phase of its own, or within the one at hand."""
         counts = {e.name: e.evaluation_task_count for e in self._config.environments if e.evaluation_task_count}
         evaluation = Evaluation(name, counts, self._state.serving.step, self._config.evaluation)
+        evaluation.allowed = self._sequencer.breakers.allows
         self._sequencer.evaluation = evaluation
         if phase is None:
             self._sequencer.admission_may_have_opened()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.orchestrator.run_state import AccuracyResult, RunState
     from slipstream.orchestrator.sequencer import Sequencer
 
-_PHASES = (Phase.WAITING, Phase.RUNNING, Phase.SCORED, Phase.SEALED)
+_PHASES = (Phase.WAITING, Phase.PARKED, Phase.RUNNING, Phase.SCORED, Phase.SEALED)
 
 groups = Reading("gauge", "slipstream_orchestrator_groups", "Open groups of training, by state.", ["state"])
 slots_used = Reading("gauge", "slipstream_orchestrator_admission_slots_used", "Open groups.")
@@ -28,6 +28,19 @@ paused = Reading("gauge", "slipstream_orchestrator_paused", "1 while admission i
 step = Reading("gauge", "slipstream_orchestrator_trained_step", "Last step trained.")
 published_step = Reading("gauge", "slipstream_orchestrator_published_step", "Newest step published.")
 serving_step = Reading("gauge", "slipstream_orchestrator_serving_step", "Step that groups are dispatched at.")
+environment_open = Reading(
+    "gauge",
+    "slipstream_orchestrator_environment_backed_off",
+    "1 while an environment is backed off, as it only fails or its sandbox is away.",
+    ["environment"],
+)
+group_p90 = Reading(
+    "gauge",
+    "slipstream_orchestrator_group_p90_seconds",
+    "90th percentile of how long groups take, at least, by environment.",
+    ["environment"],
+)
+warnings = Reading("gauge", "slipstream_orchestrator_warnings", "Warnings that `slipstream status` shows.")
 journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Bytes of the journal on disk.")
 
 evaluation_step = Reading(
@@ -71,7 +84,7 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     machine = sequencer.machine
 
     def by_state() -> dict[str, float]:
-        phases = [group.phase for group in list(machine)]
+        phases = [group.phase for group in [*machine, *machine.parked]]
         return {phase.value: phases.count(phase) for phase in _PHASES}
 
     groups.read_from(by_state)
@@ -85,6 +98,9 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     published_step.read_from(lambda: state.published.step)
     serving_step.read_from(lambda: state.serving.step)
     _observe_evaluations(state, sequencer)
+    environment_open.read_from(lambda: {name: sequencer.breakers.is_open(name) for name in sequencer.environments})
+    group_p90.read_from(sequencer.durations.percentiles)
+    warnings.read_from(lambda: len(state.warnings))
     journal_bytes.read_from(lambda: sum(file.stat().st_size for file in journal.path.parent.iterdir()))
 
 

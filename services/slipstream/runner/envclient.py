@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from slipstream.common.errors import ContextTooLong, EnvironmentFailed, SlipstreamError
+from slipstream.common.errors import ContextTooLong, EnvironmentFailed, SandboxAway, SlipstreamError
 from slipstream.runner import telemetry
 
 log = structlog.get_logger()
@@ -236,7 +236,8 @@ class EnvironmentWorker:
             self._waiting.pop(number, None)
         if "error" in reply:
             telemetry.environment_failures.labels(environment).inc()
-            raise EnvironmentFailed(reply["error"], environment=environment)
+            failed = SandboxAway if reply.get("away") else EnvironmentFailed
+            raise failed(reply["error"], environment=environment)
         return reply
 
     async def _run_once(self) -> None:

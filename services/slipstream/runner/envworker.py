@@ -15,11 +15,12 @@ import socket
 import sys
 from typing import Any
 
+import grpc
 import structlog
 
 from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError, cli
-from slipstream.common.errors import ContextTooLong
+from slipstream.common.errors import ContextTooLong, SlipstreamError
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import SandboxClient
 from slipstream.common.telemetry import setup_logging
@@ -59,6 +60,10 @@ class EnvironmentHost:
         try:
             codec = await self._load_codec()
             return {"id": request["id"], **await self._answer(codec, request)}
+        except SlipstreamError as error:
+            log.warning("environment_refused", op=request["op"], reason=error.reason, detail=error.message)
+            away = error.code is grpc.StatusCode.UNAVAILABLE
+            return {"id": request["id"], "error": f"{type(error).__name__}: {error}", "away": away}
         except Exception as error:
             log.exception("environment_failed", op=request["op"])
             return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}

@@ -123,13 +123,13 @@ async def test_a_group_is_cancelled_in_every_state(make_world: Any):
 
 
 async def test_failures_of_third_parties_do_not_end_the_run(make_world: Any):
-    async with real_client(make_world, max_consecutive_failures=2) as (world, client):
+    async with real_client(make_world, failing_environment_timeout_s=0.2) as (world, client):
         for _ in range(4):
             failing = await client.create_rollout(environment="words")
             groups = await world.acquire(count=1)
             assert [group.group_id for group in groups] == [failing.group_id]
             await world.report(world.failed(groups[0]))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.2)
         assert not (await client.get_run()).ended
 
 

@@ -23,6 +23,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RolloutUnknown, RunnerSuperseded, StepNotNext, StepNotSealed, from_rpc_error
 from slipstream.common.state import SERVING
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator.config import BreakerConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.sequencer import unpacked
@@ -408,7 +409,8 @@ async def test_when_valkey_is_killed_admission_pauses_and_then_nothing_is_lost(
 
 
 async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(make_world: Make) -> None:
-    async with make_world(max_consecutive_failures=4) as world:
+    breaker = BreakerConfig(open_after_failures=4, first_pause_s=0.1)
+    async with make_world(failing_environment_timeout_s=1.5, breaker=breaker) as world:
         world.publish(0)
         failures = 0
         while (await world.run()).phase != "ended":
@@ -428,6 +430,10 @@ async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(make_
         assert newest[said[2]]["groups_failed"] == newest[said[2]]["groups_ended"] >= int(said[1]) >= 4
         assert sum(record["groups_failed"] for record in newest.values()) <= failures
         assert (await world.plan(1)).HasField("ended")
+        states = {(record["environment"], record["state"]) for record in world.metrics("environment")}
+        assert states <= {("words", "backed_off"), ("numbers", "backed_off")}
+        assert states
+        assert failures < 40, "backed off, it is tried by single groups"
 
 
 async def test_a_pool_that_stays_empty_ends_the_run_with_a_sentence(make_world: Make, background: Make) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from slipstream.common.sandbox_client import SandboxLimits
 from slipstream.environments.base import Completion, Score, Split, Task
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tools import Tools
@@ -53,6 +54,8 @@ class Counting:
                 return [Score(1e200, False) for _ in completions]
             case "answers numbers":
                 return [0.5 for _ in completions]  # type: ignore[misc]
+            case "runs code":
+                await tools.run_python("print(1)", b"", SandboxLimits(wall_s=5.0))
             case "answers too few":
                 return []
         # A number that JSON does not know, as from numpy.

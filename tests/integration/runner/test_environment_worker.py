@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs
     assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
     # Nobody will train on the failed group: its routes are not kept.
     await world.until(lambda: "p/g1.1.1" in world.workers["prefill-1"].released_rows)
+
+
+async def test_a_sandbox_that_is_away_is_no_failure_of_the_environment(start_world: Any) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        world = await start_world("runs code", sandbox_address=f"127.0.0.1:{nobody.getsockname()[1]}")
+        report = await world.report(await world.give("runs_code"))
+        assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "SANDBOX_AWAY")
+        assert report.detail.startswith("Unreachable: ")
+        assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
 
 
 async def test_an_environment_without_a_prompt_fails_its_own_groups_only(start_world: Any) -> None:
