@@ -116,7 +116,7 @@ class VirtualRun:
         heapq.heappush(self._events, (self.now + delay_s, next(self._number), event))
 
     def _tick(self) -> None:
-        runner, _ = self.leases.renew("runner-1", "1")
+        runner = self.leases.renew("runner-1", "1")
         for key in list(runner.cancellations):
             self.running.pop(key, None)
         self.leases.acknowledge(runner, list(runner.cancellations))
@@ -124,7 +124,7 @@ class VirtualRun:
         self._after(TICK_S, self._tick)
 
     def _acquire(self) -> None:
-        runner, _ = self.leases.renew("runner-1", "1")
+        runner = self.leases.renew("runner-1", "1")
         for assignment in self.sequencer.acquire(runner, max(0, self.max_running - len(self.running))):
             key = (assignment.group_id, assignment.attempt)
             self.running[key] = assignment
@@ -140,7 +140,7 @@ class VirtualRun:
         assignment = self.running.pop(key, None)
         if assignment is None:
             return  # cancelled
-        runner, _ = self.leases.renew("runner-1", "1")
+        runner = self.leases.renew("runner-1", "1")
         reason = self.fails(assignment.environment)
         if not reason and self.duration_s[assignment.environment] > assignment.deadline_ms / 1000:
             reason = "DEADLINE_EXCEEDED"
