@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -75,6 +76,10 @@ class TextCodec:
     def decode_all(self, token_ids: list[int]) -> str:
         """The text, special tokens included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str:
+        """The text that is certain once another token has come: a character may take several."""
+        return stream.step(self._tokenizer, token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         """What stands for a token in text."""

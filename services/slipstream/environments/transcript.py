@@ -124,19 +124,30 @@ class Transcript:
         prompt = Prompt(len(self._samples), 0, 0, self._chat.encode(shown), begun)
         return self._begin(prompt, messages, shown, tools)
 
-    def answer(self, sample: int, token_ids: Sequence[int], *, stopped: bool) -> Parsed:
-        """Take what was sampled for the last `ask` of a sample; `stopped`: it drew the end token."""
+    def ask_text(self, text: str) -> Prompt:
+        """The prompt of a turn after a text that is taken as it is. It begins a sample. Raises `ContextTooLong`."""
+        self._check_text(0, text)
+        begun: Begun = "history" if self._samples else "first"
+        return self._begin(Prompt(len(self._samples), 0, 0, self._chat.encode(text), begun), [], text, ())
+
+    def shown(self, sample: int) -> str:
+        """The prompt of the last `ask` of a sample as text."""
+        return self._samples[sample].turns[-1].shown
+
+    def answer(self, sample: int, token_ids: Sequence[int], *, stopped: bool, shown: str | None = None) -> Parsed:
+        """Take what was sampled for the last `ask` of a sample; `stopped`: it drew the end token.
+
+        `shown`: the part of its text that whoever asked was shown, where that is not all.
+        """
         known = self._samples[sample]
         turn = known.turns[-1]
         if turn.end:
             raise ValueError("this sample waits for no answer")
-        parsed = self._chat.read(
-            token_ids,
-            tools=[tool.name for tool in turn.tools],
-            stopped=stopped,
-            prompt=turn.shown,
-            call_id=f"call-{sample}-{len(known.turns)}",
-        )
+        names, call_id = [tool.name for tool in turn.tools], f"call-{sample}-{len(known.turns)}"
+        if shown is None:
+            parsed = self._chat.read(token_ids, tools=names, stopped=stopped, prompt=turn.shown, call_id=call_id)
+        else:
+            parsed = self._chat.parse(shown, tools=names, stopped=stopped, prompt=turn.shown, call_id=call_id)
         known.token_count += len(token_ids)
         turn.end, turn.ended = known.token_count, stopped
         known.messages.append(parsed.message)

@@ -164,6 +164,7 @@ class ChatRequest(_Sampled):
         if self.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", 'the policy chooses: "auto", or "none", which shows it no tools')
         turn = super().turn(session_id)
+        turn.logprobs = bool(self.logprobs)
         turn.messages.extend(message.to_proto() for message in self.messages)
         if self.tools and self.tool_choice != "none":
             turn.tools_json = json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools])
@@ -190,6 +191,7 @@ class CompletionRequest(_Sampled):
         if self.suffix:
             raise unsupported("suffix", "the policy goes on from a prompt, it fills no gap")
         turn = super().turn(session_id)
+        turn.logprobs = self.logprobs is not None
         turn.prompt = self.prompt
         return turn
 

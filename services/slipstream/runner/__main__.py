@@ -16,7 +16,10 @@ from slipstream.runner.groups import GroupRunner
 from slipstream.runner.loops import RunnerLoops
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout_log import RolloutLog
+from slipstream.runner.records import Recorder
 from slipstream.runner.servicer import RowsServicer
+from slipstream.runner.session_servicer import SessionServicer
+from slipstream.runner.sessions import SessionRunner
 from slipstream.runner.spool import Spool
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.watch import WorkerWatch
@@ -38,13 +41,15 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config))
     environments = EnvironmentWorker(arguments, config.environment_timeout_s)
     watch = WorkerWatch(peers.router)
-    groups = GroupRunner(
-        environments,
-        TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s),
+    turns = TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s)
+    groups = GroupRunner(environments, turns, spool, address, epoch, rollout_log.write)
+    sessions = SessionRunner(
+        EnvironmentWorker(arguments, config.environment_timeout_s),
+        turns,
         spool,
-        address,
-        epoch,
+        Recorder(address, epoch),
         rollout_log.write,
+        address,
     )
     loops = RunnerLoops(
         config.replica or "runner",
@@ -52,6 +57,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         peers,
         environments,
         groups,
+        sessions,
         spool,
         rollout_log,
         config.max_running_groups,
@@ -66,12 +72,13 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
                 (rows_pb2_grpc.add_RowsServiceServicer_to_server, RowsServicer(spool), f"{package}.RowsService"),
                 (
                     session_pb2_grpc.add_SessionServiceServicer_to_server,
-                    session_pb2_grpc.SessionServiceServicer(),
+                    SessionServicer(sessions),
                     f"{package}.SessionService",
                 ),
             ],
             {
                 "environments": environments.run,
+                "texts": sessions.texts_loop,
                 "acquire": loops.acquire_loop,
                 "heartbeat": loops.heartbeat_loop,
                 "report": loops.report_loop,

@@ -8,8 +8,8 @@ The router leaves Prefill out where the decode worker may compute the prompt its
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 import structlog
@@ -32,6 +32,11 @@ log = structlog.get_logger()
 PREFILL_AT_FAULT = (errors.KvTransferFailed, errors.KvUnknown, errors.KvMismatch)
 """What a decode worker says of the prefill worker."""
 TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
+Listen = Callable[[Mapping[int, tuple[Sequence[int], Sequence[float]]]], Awaitable[Mapping[int, int]]]
+"""Takes new tokens and log-probabilities by index of their rollout, only such as stay; answers which turns end now, and
+after how many of these tokens."""
+FLUSH_MS = 50
+"""How long a token waits at the worker while somebody listens."""
 ABORTED = types_pb2.FINISH_REASON_ABORTED
 ABORT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 30.0
@@ -56,6 +61,18 @@ class Inference:
     prefill_timeout_s: float
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What is particular about one turn."""
+
+    seed: int | None = None
+    """None: the group's."""
+    draws: Mapping[int, int] = field(default_factory=dict[int, int])
+    """With a seed of its own, whose draws each rollout's are: the same seed gives the same answers in any place."""
+    listen: Listen | None = None
+    """Told what comes, as it comes."""
+
+
 class TurnAttempt:
     """A request from its placement to the end of its stream, and what must be given back when it ends early."""
 
@@ -65,6 +82,7 @@ class TurnAttempt:
         assignment: runner_pb2.GroupAssignment,
         rollouts: Mapping[int, Rollout],
         suffix: str,
+        wish: Wish | None = None,
     ) -> None:
         """`rollouts`: by index in the group. `suffix`: tells its name from those of other requests of this attempt at
         the group, whose KV handles and routes may be kept."""
@@ -73,6 +91,10 @@ class TurnAttempt:
         self._assignment = assignment
         self._rollouts = rollouts
         self._suffix = suffix
+        self._wish = wish or Wish()
+        self._told = dict.fromkeys(rollouts, 0)
+        self._stopped: set[int] = set()
+        """Rollouts whose turn whoever listens has ended."""
         self.request_id = attempt_name(assignment) + self._suffix
         self.placement: routing_pb2.PlaceResponse | None = None
         self.segments = {index: Segment() for index in rollouts}
@@ -98,7 +120,7 @@ class TurnAttempt:
             await self._place_prefill_decode(avoid)
             self._check_ended()
             left = self._settle(gone=False)
-            outcome = "finished"
+            outcome = "stopped" if self._stopped else "finished"
         except (grpc.aio.AioRpcError, errors.SlipstreamError) as error:
             rebuilt = errors.from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
             left = self._settle(gone=isinstance(rebuilt, errors.Unreachable))
@@ -159,11 +181,31 @@ class TurnAttempt:
         indexes = list(self._rollouts)
         async for message in stream:
             for chunk in message.chunks:
-                self.segments[indexes[chunk.sample_index]].extend(chunk)
+                if indexes[chunk.sample_index] not in self._stopped:
+                    self.segments[indexes[chunk.sample_index]].extend(chunk)
                 if not self._prefilling:
                     self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
             if message.HasField("prompt_routes"):
                 self._prompt_routes = message.prompt_routes
+            if self._wish.listen is not None and await self._tell(self._wish.listen):
+                stream.cancel()
+                return
+
+    async def _tell(self, listen: Listen) -> bool:
+        """Hand news over; returns whether nothing more is wanted, though the stream goes on."""
+        dispatched_at = PolicyVersion.from_proto(self._assignment.dispatch_version)
+        news: dict[int, tuple[Sequence[int], Sequence[float]]] = {}
+        for index, segment in self.segments.items():
+            told, trusted = self._told[index], segment.trusted_count(dispatched_at)
+            if index not in self._stopped and trusted > told:
+                news[index] = segment.token_ids[told:trusted], segment.logprobs[told:trusted]
+        ends = await listen(news) if news else {}
+        for index in news:
+            if index in ends:
+                self.segments[index].stop_at(self._told[index] + ends[index])
+                self._stopped.add(index)
+            self._told[index] += len(news[index][0])
+        return bool(self._stopped) and all(segment.finish_reason for segment in self.segments.values())
 
     async def _prefill(self, prompt: prefill_pb2.Prompt, worker: routing_pb2.WorkerRef) -> prefill_pb2.PrefillResponse:
         request = prefill_pb2.PrefillRequest(
@@ -194,8 +236,12 @@ class TurnAttempt:
             capture_routes=training,
             first_route_position=self._first_route_position,
             for_training=training,
-            sample_indexes=self._rollouts,
+            sample_indexes=[self._wish.draws.get(index, index) for index in self._rollouts],
         )
+        if self._wish.seed is not None:
+            request.sampling.seed = self._wish.seed
+        if self._wish.listen is not None:
+            request.flush.max_ms = FLUSH_MS
         request.sampling.max_new_tokens = self._max_new_tokens
         return request
 

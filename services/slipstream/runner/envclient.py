@@ -208,8 +208,25 @@ class EnvironmentWorker:
 
     def abandon(self, episode: int) -> None:
         """Close an episode without its score. Waits for nothing: a worker that is gone has none."""
+        self._tell({"op": "abandon", "episode": episode})
+
+    async def session(self, session_id: str, call: str, **fields: Any) -> dict[str, Any]:
+        """One call for a session, as in `session_texts.py`. Raises what it was refused with, and `EnvironmentFailed`."""
+        reply = await self._ask("session", {"op": "session", "call": call, "session": session_id, **fields})
+        if "refused" in reply:
+            refused = reply["refused"]
+            refusal = SlipstreamError.by_reason[refused["reason"]](refused["message"])
+            refusal.metadata = refused["metadata"]
+            raise refusal
+        return reply
+
+    def tell_session(self, session_id: str, call: str, **fields: Any) -> None:
+        """The same without an answer, and without waiting."""
+        self._tell({"op": "session", "call": call, "session": session_id, **fields})
+
+    def _tell(self, request: dict[str, Any]) -> None:
         if self._up.is_set() and self._writer is not None:
-            self._writer.write(json.dumps({"id": 0, "op": "abandon", "episode": episode}).encode() + b"\n")
+            self._writer.write(json.dumps({"id": 0, **request}).encode() + b"\n")
 
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)

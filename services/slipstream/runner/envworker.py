@@ -34,6 +34,7 @@ from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import MAX_LINE_BYTES
 from slipstream.runner.episode_host import EpisodeHost
 from slipstream.runner.scores import score_as_json
+from slipstream.runner.session_texts import SessionTexts
 
 log = structlog.get_logger()
 
@@ -50,6 +51,7 @@ class EnvironmentHost:
         self._sandbox = sandbox
         self._episodes = EpisodeHost(sandbox, config.environment_timeout_s)
         self._sections = {each.name: each for each in config.environments}
+        self._sessions = SessionTexts()
         self._codec: TextCodec | None = None
         self._chat: Chat | None = None
         self._prompts: Prompts | None = None
@@ -81,6 +83,8 @@ class EnvironmentHost:
                 return await self._episodes.turn(request)
             case "end":
                 return await self._episodes.end(request)
+            case "session":
+                return self._sessions.answer(request, self._load_chat(codec), self._context_tokens)
             case "abandon":
                 return await self._episodes.abandon(request)
             case other:
@@ -90,10 +94,13 @@ class EnvironmentHost:
         name = request["task"]["environment"]
         environment = self._environments[name]
         assert takes_turns(environment)
+        limits = self._sections[name].limits(environment.limits)
+        return await self._episodes.open(request, self._load_chat(codec), self._context_tokens, environment, limits)
+
+    def _load_chat(self, codec: TextCodec) -> Chat:
         if self._chat is None:
             self._chat = Chat.load(self._config.model_dir, codec)
-        limits = self._sections[name].limits(environment.limits)
-        return await self._episodes.open(request, self._chat, self._context_tokens, environment, limits)
+        return self._chat
 
     def _prompt_or_error(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
         """The groups of other environments must not fail with this one."""

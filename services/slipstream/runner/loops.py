@@ -39,6 +39,7 @@ from slipstream.runner.outage import Outage
 from slipstream.runner.peers import Peers
 from slipstream.runner.records import refs_of
 from slipstream.runner.rollout_log import RolloutLog
+from slipstream.runner.sessions import SessionRunner
 from slipstream.runner.spool import Spool
 from slipstream.runner.taking_up import MAX_REPORT_BYTES, MAX_REPORTS_PER_CALL, TakingUp
 from slipstream.runner.unfinished import Unfinished
@@ -69,6 +70,8 @@ class Running:
     """What an earlier process of this runner left of it."""
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
+    handed_back: bool = False
+    """As this process ends before its sessions would."""
 
 
 class RunnerLoops:
@@ -81,6 +84,7 @@ class RunnerLoops:
         peers: Peers,
         environments: EnvironmentWorker,
         groups: GroupRunner,
+        sessions: SessionRunner,
         spool: Spool,
         rollout_log: RolloutLog,
         max_running_groups: int,
@@ -92,6 +96,7 @@ class RunnerLoops:
         self._peers = peers
         self._environments = environments
         self._groups = groups
+        self._sessions = sessions
         self._spool = spool
         self._rollout_log = rollout_log
         self._report_period_s = report_period_s
@@ -142,6 +147,7 @@ class RunnerLoops:
                             runner_epoch=self._epoch,
                             max_groups=max(free, 1),
                             wait_ms=ACQUIRE_WAIT_MS,
+                            address=self._sessions.address,
                         ),
                         timeout=ACQUIRE_WAIT_MS / 1000 + CALL_SLACK_S,
                     )
@@ -174,7 +180,11 @@ class RunnerLoops:
         for assignment in assignments:
             await self._slots.acquire()
             self._running[assignment.group_id, assignment.attempt] = Running(assignment)
-            self._spool.begin(attempt_name(assignment), assignment)
+            if assignment.HasField("session_group"):  # in memory alone: its agent has to begin again
+                self._group_tasks.create_task(self._run_group(assignment, None))
+            else:
+                self._spool.begin(attempt_name(assignment), assignment)
+        assignments = [assignment for assignment in assignments if not assignment.HasField("session_group")]
         sent = [assignment for assignment in assignments if assignment.HasField("prompt")]
         for together in ([a for a in assignments if not a.HasField("prompt")], *([a] for a in sent)):
             if together:
@@ -194,7 +204,8 @@ class RunnerLoops:
             else:
                 self._group_tasks.create_task(self._run_group(assignment, prompt))
 
-    async def _run_group(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt) -> None:
+    async def _run_group(self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt | None) -> None:
+        """`prompt`: None where the members are sessions."""
         running = self._running[assignment.group_id, assignment.attempt]
         if running.cancelled:
             await self._end(assignment, None)
@@ -203,14 +214,23 @@ class RunnerLoops:
         running.task = asyncio.current_task()
         report: runner_pb2.GroupReport | None = None
         try:
-            report = await self._groups.run(assignment, prompt, running.unfinished)
+            if prompt is None:
+                report = await self._sessions.run(assignment)
+            else:
+                report = await self._groups.run(assignment, prompt, running.unfinished)
         except asyncio.CancelledError:
-            if not running.cancelled:
+            if running.handed_back:
+                report = self._handed_back(assignment)
+            elif not running.cancelled:
                 raise  # the process ends
         except Exception as error:  # a bad rollout is data
             log.exception("group_failed", group_id=assignment.group_id)
             report = self._failed(assignment, error)
         await self._end(assignment, report)
+
+    def _handed_back(self, assignment: runner_pb2.GroupAssignment) -> runner_pb2.GroupReport:
+        attempt = runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
+        return runner_pb2.GroupReport(group=attempt, outcome=runner_pb2.GROUP_OUTCOME_CANCELLED, reason="DRAINING")
 
     def _failed(self, assignment: runner_pb2.GroupAssignment, error: Exception) -> runner_pb2.GroupReport:
         return runner_pb2.GroupReport(
@@ -263,6 +283,7 @@ class RunnerLoops:
                         spool_bytes=self._spool.size_bytes,
                         spool_limit_bytes=self._spool.limit_bytes,
                         disk_full=self._disk_full,
+                        ended_sessions=self._sessions.ended(),
                         wait_ms=HEARTBEAT_WAIT_MS,
                         reported_to_epoch=self.taking_up.reported_to_epoch,
                     ),
@@ -339,5 +360,9 @@ class RunnerLoops:
     async def drain(self) -> None:
         """Take no more groups and wait until what runs is reported. The caller bounds the time."""
         self.draining = True
+        for running in self._running.values():
+            if running.assignment.HasField("session_group") and running.task is not None and not running.cancelled:
+                running.handed_back = True
+                running.task.cancel()
         self._check_idle()
         await self._idle.wait()

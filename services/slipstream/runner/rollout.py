@@ -46,19 +46,29 @@ class Segment:
             if chunk.HasField("routes"):
                 self.routes = chunk.routes
 
-    def cut_untrusted(self, dispatched_at: PolicyVersion) -> int:
-        """Drop what does not belong into a rollout dispatched at a version; returns how many tokens that were.
-
-        That is a token without its log-probability or version, one that older weights sampled or one that rests on KV
-        of older ones, and all after it. Weights that failed their checks never sampled any: engines judge in a pause.
-        """
+    def trusted_count(self, dispatched_at: PolicyVersion) -> int:
+        """How many first tokens belong into a rollout dispatched at a version."""
         trusted = 0
         for span in self.spans:
             oldest = PolicyVersion.from_proto(span.kv_oldest_version)
             if PolicyVersion.from_proto(span.version) < dispatched_at or (oldest and oldest < dispatched_at):
                 break
             trusted += span.token_count
-        trusted = min(trusted, len(self.token_ids), len(self.logprobs))
+        return min(trusted, len(self.token_ids), len(self.logprobs))
+
+    def stop_at(self, count: int) -> None:
+        """End after so many tokens, which whoever listens says. Rows of their experts stay with the worker."""
+        del self.token_ids[count:], self.logprobs[count:]
+        self.spans = _first(self.spans, count)
+        self.finish_reason, self.routes = STOP, None
+
+    def cut_untrusted(self, dispatched_at: PolicyVersion) -> int:
+        """Drop what does not belong into a rollout dispatched at a version; returns how many tokens that were.
+
+        That is a token without its log-probability or version, one that older weights sampled or one that rests on KV
+        of older ones, and all after it. Weights that failed their checks never sampled any: engines judge in a pause.
+        """
+        trusted = self.trusted_count(dispatched_at)
         cut = len(self.token_ids) - trusted
         if cut or len(self.logprobs) > trusted or _count(self.spans) > trusted:
             del self.token_ids[trusted:], self.logprobs[trusted:]

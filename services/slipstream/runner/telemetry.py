@@ -40,6 +40,8 @@ samples_begun = Counter(
     "Training samples begun by rollouts that take turns, by environment and why: first, branch, template, history.",
     ["environment", "why"],
 )
+sessions_open = Reading("gauge", "slipstream_runner_sessions_open", "Sessions of outside agents that are open here.")
+session_turns = Counter("slipstream_runner_session_turns", "Turns of sessions that came to their end.")
 turns = Counter("slipstream_runner_turns", "Requests for model turns that ended, by outcome.", ["outcome"])
 kept_tokens = Counter(
     "slipstream_runner_kept_tokens", "Sampled tokens of turns that broke off, which went on from them."

@@ -19,7 +19,7 @@ import structlog
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common import errors
 from slipstream.runner import telemetry
-from slipstream.runner.attempt import Inference, TurnAttempt
+from slipstream.runner.attempt import Inference, TurnAttempt, Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout
 from slipstream.runner.watch import WorkerWatch
@@ -88,6 +88,7 @@ class Conversation:
         self._assignment = assignment
         self._request_count = 0
         self._rollouts: dict[int, Rollout] = {}
+        self._wishes: dict[int, Wish] = {}
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -109,9 +110,16 @@ class Conversation:
         """
         await self.sample(list(self._rollouts), deadline_s)
 
-    async def sample(self, indexes: Sequence[int], deadline_s: float) -> None:
+    async def sample(self, indexes: Sequence[int], deadline_s: float, wish: Wish | None = None) -> None:
         """A turn of rollouts that have the same tokens, in one request. Otherwise as `answer`."""
-        await self._sample(indexes, deadline_s, ())
+        if wish is None:
+            return await self._sample(indexes, deadline_s, ())
+        self._wishes |= dict.fromkeys(indexes, wish)
+        try:
+            await self._sample(indexes, deadline_s, ())
+        finally:
+            for index in indexes:
+                del self._wishes[index]
 
     async def reply(self, index: int, token_ids: Sequence[int], deadline_s: float) -> None:
         """The next turn of one rollout, after tokens that nobody sampled. Otherwise as `answer`."""
@@ -121,6 +129,10 @@ class Conversation:
     def release_routes(self) -> None:
         """Nobody will train on these rollouts."""
         self.release_routes_of(self.rollouts)
+
+    def release(self, refs: Sequence[types_pb2.RowsRef]) -> None:
+        """Nobody will train on what these are of."""
+        self._inference.peers.release_routes(list(refs))
 
     def release_routes_of(self, rollouts: Sequence[Rollout]) -> None:
         """Nobody will train on some of them; what others refer to as well stays."""
@@ -175,4 +187,5 @@ class Conversation:
         number, self._request_count = self._request_count, self._request_count + 1
         rollouts = {index: self._rollouts[index] for index in indexes}
         suffix = "~".join(("", *filter(None, (self._taken_up, str(number or "")))))
-        return TurnAttempt(self._inference, self._assignment, rollouts, suffix)
+        wish = self._wishes.get(next(iter(rollouts)))
+        return TurnAttempt(self._inference, self._assignment, rollouts, suffix, wish)

@@ -1,0 +1,262 @@
+"""Groups whose members are sessions of outside agents: from assignment to report, in memory alone.
+
+| loop of a group | takes | waits for | unblocked by |
+|---|---|---|---|
+| end | members that end | a member's end, the earliest timeout | EndSession; time |
+| each turn | one turn of a session | workers' tokens | the engines, or whoever ends it |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from slipstream.api.rollout.v1 import runner_pb2, session_pb2
+from slipstream.common.errors import EnvironmentFailed, SessionBusy, SessionEnded, SessionUnknown
+from slipstream.runner import telemetry
+from slipstream.runner.attempt import attempt_name
+from slipstream.runner.envclient import EnvironmentWorker, ScoredSample
+from slipstream.runner.records import Finished, Recorder
+from slipstream.runner.rollout_record import records_of
+from slipstream.runner.session_turn import Samples, Turn
+from slipstream.runner.spool import Rows, Spool
+from slipstream.runner.turns import TurnClient
+
+log = structlog.get_logger()
+
+MAX_TURNS = 16
+"""Of one session at once."""
+KNOWN_WAIT_S = 5.0
+"""A session may be told to its agent a moment before its group arrives here."""
+END_TIMEOUT_S = 8.0
+
+
+@dataclass
+class Member:
+    """One session."""
+
+    session_id: str
+    samples: Samples
+    asked_s: float
+    """When something was last asked of it, in `time.monotonic()` terms."""
+    turns: set[Turn] = field(default_factory=set[Turn])
+    closing: bool = False
+    reward: session_pb2.EndSessionRequest | None = None
+    """What it was closed with."""
+    ended: str = ""
+    """Why, where it is not trained on."""
+
+    @property
+    def over(self) -> bool:
+        return self.reward is not None or bool(self.ended)
+
+
+class SessionGroup:
+    """One attempt at a group."""
+
+    def __init__(self, assignment: runner_pb2.GroupAssignment, texts: EnvironmentWorker, turns: TurnClient) -> None:
+        now = time.monotonic()
+        self.assignment = assignment
+        self._texts = texts
+        self._conversation = turns.begin_apart(assignment)
+        self._idle_s = assignment.session_group.idle_timeout_ms / 1000
+        self._deadline_s = now + assignment.deadline_ms / 1000
+        self._changed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        names = [f"{assignment.session_group.name}-{index}" for index in range(assignment.sample_count)]
+        self.members = [
+            Member(name, Samples(name, index, assignment, self._conversation), now) for index, name in enumerate(names)
+        ]
+
+    async def run(self) -> list[Finished]:
+        """Wait until all members are over. Cancelling it aborts their turns and frees the engines' blocks first."""
+        finished = False
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while open_members := [member for member in self.members if not member.over]:
+                    self._expire(open_members)
+                    await self._until_changed(open_members)
+            closed = [member for member in self.members if member.reward is not None]
+            group = [await self._finished(member) for member in closed]
+            finished = True
+            return group
+        finally:
+            for member in self.members:
+                member.ended = member.ended or ("" if finished else "GROUP_ENDED")
+                if not finished or member.reward is None:
+                    self._conversation.release_routes_of(list(member.samples.rollouts.values()))
+                    self._texts.tell_session(member.session_id, "close")
+
+    def begin(self, member: Member, request: session_pb2.RunTurnRequest) -> Turn:
+        """Start a turn."""
+        if member.over or member.closing:
+            raise _ended(member)
+        if len(member.turns) >= MAX_TURNS:
+            raise SessionBusy(f"{MAX_TURNS} turns of this session run already", limit=MAX_TURNS)
+        turn = Turn(member.samples, self._texts, request)
+        member.turns.add(turn)
+        member.asked_s = time.monotonic()
+
+        def done() -> None:
+            member.turns.discard(turn)
+            member.asked_s = time.monotonic()
+
+        assert self._tasks is not None
+        turn.task = self._tasks.create_task(turn.run(self._deadline_s, done))
+        return turn
+
+    async def end(self, member: Member, request: session_pb2.EndSessionRequest) -> None:
+        """Close a member, or discard it."""
+        if member.reward is not None or (request.discard and member.ended == "DISCARDED"):
+            return
+        if member.over or member.closing:
+            raise _ended(member)
+        member.closing = True
+        running = [turn.task for turn in member.turns if turn.task is not None]
+        for turn in list(member.turns):
+            turn.end(SessionEnded("the session was closed", session_reason="CLOSED"))
+        if running:
+            await asyncio.wait(running, timeout=END_TIMEOUT_S)
+        if request.discard:
+            self._give_up(member, "DISCARDED")
+        elif not member.samples.sampled:
+            self._give_up(member, "NO_TURNS")
+            raise _ended(member)
+        else:
+            member.reward = request
+            self._changed.set()
+
+    def _expire(self, members: list[Member]) -> None:
+        now = time.monotonic()
+        for member in members:
+            if now >= self._deadline_s:
+                self._give_up(member, "DEADLINE")
+            elif not member.turns and not member.closing and now >= member.asked_s + self._idle_s:
+                self._give_up(member, "IDLE_TIMEOUT")
+
+    def _give_up(self, member: Member, reason: str) -> None:
+        member.ended = reason
+        log.info("session_ended", session_id=member.session_id, reason=reason)
+        for turn in list(member.turns):
+            turn.end(_ended(member))
+        self._changed.set()
+
+    async def _until_changed(self, members: list[Member]) -> None:
+        self._changed.clear()
+        if all(member.over for member in members):
+            return
+        idle_s = min((m.asked_s + self._idle_s for m in members if not m.turns and not m.over), default=self._deadline_s)
+        # A turn that ends meanwhile begins an idle time: looked at again after a second at most.
+        wait_s = min(idle_s, self._deadline_s, time.monotonic() + 1.0) - time.monotonic()
+        try:
+            async with asyncio.timeout(max(wait_s, 0.001)):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def _finished(self, member: Member) -> Finished:
+        assert member.reward is not None
+        try:
+            said = (await self._texts.session(member.session_id, "close"))["conversations"]
+        except EnvironmentFailed:  # the text is for people alone
+            said = []
+        score = ScoredSample(member.reward.reward, member.reward.reward > 0, said[0][-1]["content"] if said else "")
+        return Finished(member.samples.index, member.samples.sampled, score, "", member.samples.turn_count, said)
+
+
+class SessionRunner:
+    """The session groups of a runner."""
+
+    def __init__(
+        self,
+        texts: EnvironmentWorker,
+        turns: TurnClient,
+        spool: Spool,
+        recorder: Recorder,
+        write_rollouts: Callable[[list[dict[str, Any]]], None],
+        address: str,
+    ) -> None:
+        """`address`: where they are served."""
+        self.address = address
+        self._texts = texts
+        self._turns = turns
+        self._spool = spool
+        self._recorder = recorder
+        self._write_rollouts = write_rollouts
+        self._open: dict[str, tuple[SessionGroup, Member]] = {}
+        self._wanted = asyncio.Event()
+        self._news = asyncio.Event()
+        telemetry.sessions_open.read_from(lambda: sum(not member.over for _, member in self._open.values()))
+
+    async def texts_loop(self) -> None:
+        """Keep the process that turns text into tokens, from the first session on: environments' code cannot end it."""
+        await self._wanted.wait()
+        await self._texts.run()
+
+    async def run(self, assignment: runner_pb2.GroupAssignment) -> runner_pb2.GroupReport:
+        """Run a group. A finished one is in the spool when this returns."""
+        started_s = time.monotonic()
+        self._wanted.set()
+        group = SessionGroup(assignment, self._texts, self._turns)
+        self._open |= {member.session_id: (group, member) for member in group.members}
+        self._news.set()
+        self._news.clear()
+        try:
+            finished = await group.run()
+        finally:
+            for member in group.members:
+                del self._open[member.session_id]
+        report = runner_pb2.GroupReport(
+            group=runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
+        )
+        if not finished:
+            report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
+            report.reason = "NO_SESSION_CLOSED"
+            report.detail = "none of its sessions was closed with a reward"
+            return report
+        rows: dict[str, Rows] = {}
+        report.outcome = runner_pb2.GROUP_OUTCOME_FINISHED
+        closed = {member.samples.index: member.reward for member in group.members}
+        for each in finished:
+            record = self._recorder.record(assignment, each, rows)
+            closing = closed[each.index]
+            if closing is not None and closing.HasField("advantage"):
+                record.advantage = closing.advantage
+            report.rollouts.append(record)
+        telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
+        duration_s = time.monotonic() - started_s
+        report.duration_ms = int(duration_s * 1000)
+        self._write_rollouts(records_of(assignment, finished, duration_s))
+        try:
+            await self._spool.keep(attempt_name(assignment), report, rows)
+        except asyncio.CancelledError:
+            self._turns.release_routes(sample for each in finished for sample in each.samples)
+            raise
+        return report
+
+    async def find(self, session_id: str) -> tuple[SessionGroup, Member]:
+        """An open session. Waits a little for one that is not here yet. Raises `SessionUnknown`."""
+        ends_s = time.monotonic() + KNOWN_WAIT_S
+        while session_id not in self._open:
+            try:
+                async with asyncio.timeout(ends_s - time.monotonic()):
+                    await self._news.wait()
+            except TimeoutError:
+                raise SessionUnknown(f"session {session_id!r} is not here", session_id=session_id) from None
+        return self._open[session_id]
+
+    def ended(self) -> Iterator[runner_pb2.EndedSession]:
+        """Sessions that ended without a reward, of groups that go on."""
+        for session_id, (_, member) in self._open.items():
+            if member.ended:
+                yield runner_pb2.EndedSession(session_id=session_id, reason=member.ended)
+
+
+def _ended(member: Member) -> SessionEnded:
+    reason = member.ended or "CLOSED"
+    return SessionEnded(f"the session has ended: {reason}", session_reason=reason)
