@@ -15,8 +15,8 @@ from slipstream.runner.epoch import next_epoch
 from slipstream.runner.groups import GroupRunner
 from slipstream.runner.loops import RunnerLoops
 from slipstream.runner.peers import Peers
-from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.records import Recorder
+from slipstream.runner.rollout_log import RolloutLog
 from slipstream.runner.servicer import RowsServicer
 from slipstream.runner.session_servicer import SessionServicer
 from slipstream.runner.sessions import SessionRunner

@@ -211,7 +211,7 @@ class EnvironmentWorker:
         self._tell({"op": "abandon", "episode": episode})
 
     async def session(self, session_id: str, call: str, **fields: Any) -> dict[str, Any]:
-        """One call for a session, as in `session_texts.py`. Raises what it was refused with, and `EnvironmentFailed`."""
+        """One call for a session; see `session_texts.py`. Raises what it is refused with, and `EnvironmentFailed`."""
         reply = await self._ask("session", {"op": "session", "call": call, "session": session_id, **fields})
         if "refused" in reply:
             refused = reply["refused"]

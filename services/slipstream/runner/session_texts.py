@@ -113,7 +113,7 @@ class SessionTexts:
         shown = draft.text if request["cut"] else None
         parsed = transcript.answer(request["sample"], request["token_ids"], stopped=request["stopped"], shown=shown)
         return {
-            "text": draft.rest(parsed.message.content),
+            "text": draft.rest(parsed.message.content) if request["streamed"] else parsed.message.content,
             "tool_calls": [
                 {"id": call.id, "name": call.name, "arguments_json": json.dumps(dict(call.arguments))}
                 for call in parsed.message.tool_calls
@@ -141,5 +141,3 @@ def _tools(tools_json: str) -> list[ToolSpec]:
         return [tool_from_json(each) for each in given]
     except (ValueError, AttributeError) as error:
         raise InvalidRequest(f"tools: {error}", field="tools") from None
-
-

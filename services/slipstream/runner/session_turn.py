@@ -26,7 +26,9 @@ log = structlog.get_logger()
 class Samples:
     """What a session has sampled: a rollout for each sample of its trajectory."""
 
-    def __init__(self, session_id: str, index: int, assignment: runner_pb2.GroupAssignment, conversation: Conversation):
+    def __init__(
+        self, session_id: str, index: int, assignment: runner_pb2.GroupAssignment, conversation: Conversation
+    ) -> None:
         self.session_id = session_id
         self.index = index
         self.assignment = assignment
@@ -184,6 +186,7 @@ class Turn:
             token_ids=rollout.answer,
             stopped=rollout.finish_reason == STOP and not cut,
             cut=cut,
+            streamed=self._request.stream,
         )
         count = len(rollout.answer)
         unsaid = [] if self._request.stream else rollout.answer

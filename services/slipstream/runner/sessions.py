@@ -150,7 +150,9 @@ class SessionGroup:
         self._changed.clear()
         if all(member.over for member in members):
             return
-        idle_s = min((m.asked_s + self._idle_s for m in members if not m.turns and not m.over), default=self._deadline_s)
+        idle_s = min(
+            (m.asked_s + self._idle_s for m in members if not m.turns and not m.over), default=self._deadline_s
+        )
         # A turn that ends meanwhile begins an idle time: looked at again after a second at most.
         wait_s = min(idle_s, self._deadline_s, time.monotonic() + 1.0) - time.monotonic()
         try:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.types.v1 import types_pb2
 from slipstream.common import errors
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import Inference, TurnAttempt, Wish

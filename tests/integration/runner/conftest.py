@@ -147,6 +147,10 @@ class FakeWorker(
         self.breaks_after_first_chunk = False
         self.gate = asyncio.Event()
         self.gate.set()
+        self.says: Callable[[str], str] = lambda prompt: prompt.split()[-1]
+        """What it answers to a prompt, before the end token."""
+        self.tokens_a_message = 0
+        """Of a streamed answer; 0 sends it whole. Each but the first waits for `gate`."""
         self.abort_s = 0.0
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
@@ -169,6 +173,10 @@ class FakeWorker(
         if self.breaks_after_first_chunk:
             yield decode_pb2.DecodeResponse(chunks=[self._chunk(request, 0)])
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        if self.tokens_a_message:
+            async for part in self._parts(request):
+                yield part
+            return
         await self.gate.wait()
         response = decode_pb2.DecodeResponse(chunks=[self._chunk(request, i) for i in range(len(request.sample_ids))])
         if not request.HasField("kv"):
@@ -187,9 +195,21 @@ class FakeWorker(
         self.released_rows += request.keys
         return rows_pb2.ReleaseRowsResponse(released_count=len(request.keys))
 
+    async def _parts(self, request: decode_pb2.DecodeRequest) -> AsyncIterator[Any]:
+        whole = self._chunk(request, 0)
+        for start in range(0, len(whole.token_ids), self.tokens_a_message):
+            end = start + self.tokens_a_message
+            part = decode_pb2.SampleChunk(token_ids=whole.token_ids[start:end], logprobs=whole.logprobs[start:end])
+            part.spans.add(token_count=len(part.token_ids), version=request.min_policy_version)
+            if end >= len(whole.token_ids):
+                part.finish_reason = whole.finish_reason
+            if start:
+                await self.gate.wait()
+            yield decode_pb2.DecodeResponse(chunks=[part])
+
     def _chunk(self, request: decode_pb2.DecodeRequest, index: int) -> decode_pb2.SampleChunk:
-        prompt = CODEC.decode(list(request.prompt.new_token_ids))
-        token_ids = [*CODEC.encode(prompt.split()[-1]), CODEC.end_id]
+        prompt = CODEC.decode_all(list(request.prompt.new_token_ids))
+        token_ids = [*CODEC.encode(self.says(prompt)), CODEC.end_id]
         return decode_pb2.SampleChunk(
             sample_index=index,
             token_ids=token_ids,
