@@ -30,6 +30,7 @@ usage: slipstream COMMAND
   sft @ FILE.toml [--section.field=VALUE]...  fine-tune on the conversations of [data], or without that section do the
                                               supervised warm-up alone; leaves runs/NAME/model
   sft --resume RUN [--section.field=VALUE]... go on with a fine-tuning that was stopped or killed
+  eval RUN | @ FILE.toml --model DIR          ask held-out problems of a run that is up, or of weights; --help
   status [RUN]                                show each service of a run, its version and its load
   stop [RUN]                                  end a run and wait until nothing of it is left
   report [RUN]                                make report.json and report.html of a run again
@@ -170,6 +171,12 @@ def _plot(arguments: list[str]) -> int:
     return plot(arguments)
 
 
+def _eval(arguments: list[str]) -> int:
+    from slipstream.launcher.evaluate import evaluate
+
+    return evaluate(arguments)
+
+
 def _rollouts(arguments: list[str]) -> int:
     from slipstream.launcher.rollouts import USAGE, rollouts
 
@@ -271,6 +278,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "plot": _plot,
     "rollouts": _rollouts,
+    "eval": _eval,
     "doctor": _doctor,
     "prepare": _prepare,
     "certs": _certs,

@@ -61,8 +61,8 @@ FILLED = frozenset(
         *SERVICES,  # a field called after a service takes its address
         *(f"{service}_address" for service in SERVICES),
         *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
-        *("evaluate_before", "evaluate_after", "evaluate_every_steps", "evaluation", "block_size_tokens"),
-        "gateway_url",
+        *("evaluate_before", "evaluate_after", "evaluate_every_steps", "evaluate_only", "evaluation"),
+        *("block_size_tokens", "gateway_url"),
     }
 )
 """Fields of services that the launcher fills in; no section of a service has them."""

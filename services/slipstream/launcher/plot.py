@@ -157,8 +157,8 @@ def _chart(name: str, metrics: dict[str, dict[str, Points]]) -> Chart:
     return chart
 
 
-def draw(chart: Chart) -> Text:
-    """Title with legend, the lines, and an axis of steps; `WIDTH` columns at most."""
+def draw(chart: Chart, axis: str = "step") -> Text:
+    """Title with legend, the lines, and an axis; `WIDTH` columns at most."""
     values = [value for points in chart.series.values() for _, value in points]
     steps = [step for points in chart.series.values() for step, _ in points]
     low, high = min(values), max(values)
@@ -178,7 +178,7 @@ def draw(chart: Chart) -> Text:
             text.append(" " if index < 0 else MARKS[index % len(MARKS)], style=_colour(index) if index >= 0 else "")
         text.rstrip()
         lines.append(text)
-    ends = f"{first:g}", f"step {last:g}"
+    ends = f"{first:g}", f"{axis} {last:g}"
     lines.append(Text(" " * LABEL_WIDTH + " └" + "─" * columns))
     lines.append(Text(" " * (LABEL_WIDTH + 2) + ends[0] + ends[1].rjust(columns - len(ends[0]))))
     return Text("\n").join(lines)

@@ -97,7 +97,7 @@ async def _run_rl(
         display.say("stopping all services")
 
     begun_s = time.monotonic()
-    ending = await conduct(_supervisor(config, run), stages, work, on_ready, on_stopping, on_waiting)
+    ending = await conduct(supervisor_of(config, run), stages, work, on_ready, on_stopping, on_waiting)
     wall_s = time.monotonic() - begun_s
     return conclude(run, ending, latest, wall_s, display)
 
@@ -110,7 +110,8 @@ def _report(run: RunDir) -> str:
         return f"no report: {error.strerror}; `slipstream report {shown(run.path)}` makes it later"
 
 
-def _supervisor(config: RunConfig, run: RunDir) -> Supervisor:
+def supervisor_of(config: RunConfig, run: RunDir) -> Supervisor:
+    """As `[launcher]` has it; events go to `launcher.jsonl`."""
     launcher = config.launcher
     return Supervisor(
         restart=launcher.restart,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -21,7 +20,9 @@ COLUMNS = (
 )
 RIGHT = {"task", "reward", "step", "lag", "tokens", "turns", "seconds"}
 PIPE_WIDTH = 160
-EXCERPT_CHARS = 160
+EXCERPT_CHARS = 400
+GAP = 2
+LEAST_ANSWER = 24
 CONTEXT_TOKENS = 4
 """Before a piece of text, as decoders may write the first token of a text differently."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -39,15 +40,19 @@ def printable(text: object) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", str(text if text is not None else ""))
 
 
-def table_of(records: Sequence[dict[str, Any]]) -> Table:
-    """One row a rollout."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        justify = "right" if name in RIGHT else "left"
-        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis" if name == "answer" else "fold")
-    for record in records:
-        table.add_row(*(Text(cell) for cell in _row(record)))
-    return table
+def table_of(records: Sequence[dict[str, Any]], width: int) -> Text:
+    """One line a rollout. The answer has what is left of the width; names are never cut."""
+    rows = [list(COLUMNS), *(_row(record) for record in records)]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(COLUMNS) - 1)]
+    left = max(width - sum(widths) - GAP * len(widths), LEAST_ANSWER)
+    text = Text()
+    for row in rows:
+        for name, cell, column in zip(COLUMNS, row, widths, strict=False):
+            text.append(cell.rjust(column) if name in RIGHT else cell.ljust(column)).append(" " * GAP)
+        answer = row[-1] if len(row[-1]) <= left else f"{row[-1][: left - 1]}…"
+        text.append(f"{answer.rstrip()}\n")
+    text.rstrip()
+    return text
 
 
 def _row(record: dict[str, Any]) -> list[str]:

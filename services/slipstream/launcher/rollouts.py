@@ -77,7 +77,8 @@ def rollouts(arguments: Sequence[str]) -> int:
     if not found:
         print(f"{run.name}: no rollout of this kind" if query.wanted else f"{run.name}: no rollouts yet")
         return 0
-    open_console().print(table_of(found))
+    console = open_console()
+    console.print(table_of(found, console.width), soft_wrap=True)
     return 0
 
 

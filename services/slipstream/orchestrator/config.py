@@ -154,6 +154,9 @@ class OrchestratorConfig(ServiceConfig):
     evaluate_after: bool = True
     """Ask the held-out tasks after the last step."""
 
+    evaluate_only: bool = False
+    """Ask the held-out tasks of the first version served, train nothing, and end."""
+
     evaluation: EvaluationConfig = EvaluationConfig()
 
     kv_dtype: str = "float32"

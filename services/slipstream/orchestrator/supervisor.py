@@ -47,6 +47,10 @@ class Supervisor:
     async def run(self) -> None:
         """Run all phases, then stay: the process ends when it is told to."""
         await self._until(lambda: bool(self._state.serving))
+        if self._config.evaluate_only:
+            await self._evaluate("eval", RunPhase.EVALUATING_BEFORE)
+            self.end(run_pb2.RUN_STATE_FINISHED, "the held-out problems are asked")
+            await asyncio.Event().wait()
         if self._config.evaluate_before:
             await self._evaluate("before", RunPhase.EVALUATING_BEFORE)
         self._enter(RunPhase.TRAINING)

@@ -132,6 +132,20 @@ async def test_an_evaluation_takes_its_share_of_the_slots_and_training_the_rest(
         )
 
 
+async def test_a_run_that_only_evaluates_asks_each_problem_and_ends(make_world: Make, background: Make) -> None:
+    async with make_world(evaluate_only=True, evaluation=EvaluationConfig(samples=3)) as world:
+        world.publish(0)
+        async with background(world.runner_loop(filtered_every=1 << 30), world.heartbeat_loop()):
+            run = await world.until(lambda run: run.phase == "ended")
+        assert (run.state, run.step, run.reason) == (run_pb2.RUN_STATE_FINISHED, 0, "the held-out problems are asked")
+        assert [(a.evaluation, a.environment, a.problem_count, a.sample_count) for a in run.accuracies] == [
+            ("eval", "words", 6, 3),
+            ("eval", "numbers", 3, 3),
+        ]
+        assert {a.purpose for a in world.assignments} == {runner_pb2.GROUP_PURPOSE_EVALUATION}
+        assert {a.dispatch_version.step for a in world.assignments} == {0}
+
+
 @pytest.mark.parametrize("answered", [0, 2])
 async def test_an_evaluation_that_is_not_answered_ends_in_time_with_what_it_has(
     make_world: Make, background: Make, answered: int

@@ -1,0 +1,277 @@
+"""`slipstream eval`: how well a checkpoint, or a run that is up, answers held-out problems."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.common.config import ConfigError, parse_arguments
+from slipstream.common.config_files import load_with_origins
+from slipstream.common.extras import RUN_MODULES, explain, missing_modules
+from slipstream.launcher.config import RUN_CONFIG, RunConfig
+from slipstream.launcher.errors import LauncherError, RunFailedError
+from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
+
+USAGE = """\
+usage: slipstream eval RUN [OPTION]...
+       slipstream eval @ FILE.toml... --model DIR [OPTION]... [--section.field=VALUE]...
+
+Ask held-out problems: of a run that is up, through its API and beside its training; else of the weights that RUN ended
+with, or of DIR, a model directory in Hugging Face's form. For those it starts the engines, no trainer, and ends them.
+
+  --model DIR            these weights
+  --environment NAME     this environment, as configured; may be repeated. All of them unless told
+  --problems N           the first N held-out problems of each; as many as configured unless told
+  --samples K            answers to each problem; more than one give pass@k. 1 unless told
+  --temperature T        of their sampling. Greedy for one answer, the environment's own for more, unless told
+  --seed N               of the sampling; the same seed asks the same way. 0 unless told
+  --parallel N           problems at once, of a run that is up. 8 unless told
+  --json                 print the result for programs, and nothing else
+
+The result is in evaluation.json and evaluation.html: of a run that is up in RUN/evaluations/N/, else in a run
+directory of its own.
+"""
+PROGRAM = "slipstream eval"
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    run: str | None = None
+    model: Path | None = None
+    environments: list[str] = field(default_factory=list[str])
+    problems: int | None = None
+    samples: int = 1
+    temperature: float | None = None
+    seed: int = 0
+    parallel: int = 8
+    json: bool = False
+    rest: list[str] = field(default_factory=list[str])
+    """What says which configuration: files, and fields of it."""
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Run the command. Raises `ConfigError` or `LauncherError` for what it cannot make sense of."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    options = parse(arguments)
+    run = None
+    if options.run is not None:
+        if options.rest:
+            raise ConfigError(f"{options.rest[0]!r} beside a run: it has its own configuration")
+        run = find_services_run(options.run)
+    elif not options.rest:
+        raise ConfigError(f"which run, or which configuration? {PROGRAM} --help tells")
+    missing = missing_modules(RUN_MODULES)
+    if missing:
+        raise LauncherError(explain(PROGRAM, missing))
+    if run is not None and options.model is None and launcher_pid(run) is not None:
+        return _of_running(run, options)
+    return _of_weights(run, options)
+
+
+def _of_running(run: RunDir, options: Options) -> int:
+    from slipstream.launcher.evaluate_run import MAX_SAMPLES, Asking, evaluate_run
+
+    if options.samples > MAX_SAMPLES:
+        raise ConfigError(f"--samples {options.samples}: a run that is up gives {MAX_SAMPLES} at most")
+    config, _ = load_with_origins(RUN_CONFIG, [run.config_file], [])
+    counts = counts_of(config, options)
+    asking = Asking(options.samples, options.temperature, options.seed, options.parallel)
+    asked = [(each, counts[each.name]) for each in config.environments if counts.get(each.name)]
+    say = _teller(options)
+    say(f"asking {run.name}, which goes on")
+    told_s = time.monotonic()
+
+    def on_progress(done: int, of: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > 5.0 or done == of:
+            told_s = time.monotonic()
+            say(f"{done} of {of} problems are answered")
+
+    answers = asyncio.run(evaluate_run(run, asked, asking, on_progress))
+    directory = _next_directory(run.path / "evaluations")
+    return _conclude({"of": run.name, **_asked(options)}, answers, options, directory)
+
+
+def _of_weights(run: RunDir | None, options: Options) -> int:
+    from slipstream.launcher.evaluate_checkpoint import Request, answers_of, evaluate_checkpoint
+    from slipstream.orchestrator.evaluation_config import EvaluationConfig
+
+    say = _teller(options)
+    model = options.model or (weights_of(run, say) if run is not None else None)
+    config = _configuration(run, options, model)
+    counts = counts_of(config, options)
+    request = Request(
+        config, counts, EvaluationConfig(samples=options.samples, temperature=options.temperature), options.seed
+    )
+    trainer: Any = config.section("trainer")
+    directory, ending = evaluate_checkpoint(request, say)
+    if ending.exit_code or ending.stopped:
+        how = ending.sentence or "stopped before the end"
+        print(f"{directory.name} ended: {how}", file=sys.stderr)
+        return ending.exit_code
+    answers = answers_of(directory, counts, options.samples)
+    about = {"of": str(trainer.initial_model), **_asked(options)}
+    return _conclude(about, answers, options, directory.path)
+
+
+def _conclude(about: Mapping[str, Any], answers: Any, options: Options, directory: Path) -> int:
+    from slipstream.launcher.evaluate_results import print_result, result_of, write_result
+
+    result = result_of(about, answers, options.seed)
+    if not result["environments"]:
+        raise RunFailedError("no problem was answered")
+    page = write_result(result, directory)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print_result(result)
+        print(f"{result['method']}\n{shown(page.with_suffix('.json'))} {shown(page)}")
+    return 0
+
+
+def _asked(options: Options) -> dict[str, Any]:
+    return {"samples": options.samples, "temperature": options.temperature}
+
+
+def _teller(options: Options) -> Callable[[str], None]:
+    stream = sys.stderr if options.json else sys.stdout
+    return lambda text: print(text, file=stream, flush=True)
+
+
+def weights_of(run: RunDir, say: Callable[[str], None]) -> Path:
+    """What a run ended with, or else began with, which is then said. Raises `LauncherError`."""
+    final, first = run.path / "checkpoints" / "final", run.path / "model"
+    if any(final.glob("*.safetensors")):
+        return final
+    if any(first.glob("*.safetensors")):
+        say(f"{run.name} did not come to its end: these are the weights it began with")
+        return first
+    raise LauncherError(f"{run.name} has left no weights: neither in checkpoints/final nor in model/; give --model DIR")
+
+
+def _configuration(run: RunDir | None, options: Options, model: Path | None) -> RunConfig:
+    """The configuration, of which nothing trains."""
+    from slipstream.launcher.preflight import preflight
+    from slipstream.launcher.resolve import check
+
+    given = parse_arguments(options.rest)
+    if given.dry_run or given.help is not None:
+        raise ConfigError(f"{PROGRAM} has no --dry-run: slipstream rl has")
+    files = [run.config_file] if run is not None else given.files
+    config, origins = load_with_origins(RUN_CONFIG, files, given.overrides)
+    trainer: Any = config.section("trainer")
+    model = model or trainer.initial_model
+    if model is None:
+        raise ConfigError(f"nothing says which weights: {PROGRAM} @ FILE.toml --model DIR")
+    kept = {name: getattr(trainer, name) for name in ("probe_tokens", "probe_tolerance", "compute", "torch_threads")}
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": f"{config.run.name[:58]}-eval"}),
+            "launcher": config.launcher.model_copy(update={"restart": "never"}),
+            "sft": config.sft.model_copy(update={"enabled": False}),
+            "trainer": type(trainer)(**kept, initial_model=model.absolute()),
+        }
+    )
+    check(config, origins)
+    preflight(config, origins)
+    return config
+
+
+def counts_of(config: RunConfig, options: Options) -> dict[str, int]:
+    """Held-out problems to ask, by environment. Raises `ConfigError`.
+
+    Never more than are configured: how many there are decides, in some environments, which are held out.
+    """
+    known = {environment.name: environment.evaluation_task_count for environment in config.environments}
+    for name in options.environments:
+        if name not in known:
+            raise ConfigError(f"no environment called {name!r}; there are {', '.join(known)}")
+    counts: dict[str, int] = {}
+    for name in options.environments or known:
+        if options.problems is not None and options.problems > known[name]:
+            raise ConfigError(f"--problems {options.problems}: {name} has {known[name]} (evaluation_task_count)")
+        counts[name] = known[name] if options.problems is None else options.problems
+    if not any(counts.values()):
+        raise ConfigError("no problem to ask: every evaluation_task_count is 0")
+    return counts
+
+
+def _next_directory(parent: Path) -> Path:
+    number = 1
+    while (parent / str(number)).exists():
+        number += 1
+    return parent / str(number)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Take the command line apart. Raises `ConfigError`."""
+    options = Options()
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--json":
+            options.json = True
+        elif name in TAKES:
+            if not equals and not rest:
+                raise ConfigError(f"{name} takes a value; see {PROGRAM} --help")
+            TAKES[name](options, value if equals else rest.pop(0))
+        elif word == "@":
+            options.rest += [word, *rest[:1]]
+            rest = rest[1:]
+        elif word.startswith("@"):
+            options.rest.append(word)
+        elif word.startswith("-") and "." in name:
+            options.rest += [word] if equals else [word, *rest[:1]]
+            rest = rest if equals else rest[1:]
+        elif word.startswith("-") or options.run is not None:
+            near = difflib.get_close_matches(name, [*TAKES, "--json"], n=1)
+            meant = f"; did you mean {near[0]}?" if near else f"; see {PROGRAM} --help"
+            raise ConfigError(f"{word!r} is not understood{meant}")
+        else:
+            options.run = word
+    return options
+
+
+def _integer(attribute: str, least: int, most: int) -> Callable[[Options, str], None]:
+    def take(options: Options, value: str) -> None:
+        if not value.isdecimal() or not least <= int(value) <= most:
+            raise ConfigError(f"--{attribute} takes a number from {least} to {most}, not {value!r}")
+        setattr(options, attribute, int(value))
+
+    return take
+
+
+def _temperature(options: Options, value: str) -> None:
+    try:
+        options.temperature = float(value)
+    except ValueError:
+        options.temperature = -1.0
+    if not 0 <= options.temperature <= 10:
+        raise ConfigError(f"--temperature takes a number from 0 to 10, not {value!r}")
+
+
+def _model(options: Options, value: str) -> None:
+    options.model = Path(value)
+
+
+TAKES: dict[str, Callable[[Options, str], None]] = {
+    "--model": _model,
+    "--environment": lambda options, value: options.environments.append(value),
+    "--problems": _integer("problems", 1, 1_000_000),
+    "--samples": _integer("samples", 1, 256),
+    "--temperature": _temperature,
+    "--seed": _integer("seed", 0, 2**31 - 1),
+    "--parallel": _integer("parallel", 1, 256),
+}

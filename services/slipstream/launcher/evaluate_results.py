@@ -1,0 +1,164 @@
+"""What an evaluation found: a table for the terminal, `evaluation.json` for programs, `evaluation.html` with plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.algorithms.evaluation import Answer, bootstrap, pass_at_k, reward_means, shown_ks, summarize
+from slipstream.launcher import charts
+from slipstream.launcher.charts import PALETTE, Series
+from slipstream.launcher.plot import Chart, draw
+from slipstream.launcher.style import STYLE
+
+PIPE_WIDTH = 160
+METHOD = (
+    "95 % intervals over problems: accuracy by Wilson's score interval, reward and pass@k by a percentile bootstrap of "
+    "1000 resamples; pass@k is the unbiased estimator of Chen et al. 2021"
+)
+
+
+@dataclass
+class EnvironmentAnswers:
+    """What came of one environment's problems."""
+
+    problems: list[list[Answer]] = field(default_factory=list[list[Answer]])
+    failed: int = 0
+    """Of these, problems that failed again and again: they count as wrong."""
+    unanswered: int = 0
+    """Problems beside these."""
+    versions: set[str] = field(default_factory=set[str])
+    """Weights that sampled any token."""
+
+
+def figures_of(answers: EnvironmentAnswers, seed: int) -> dict[str, Any]:
+    """The figures of one environment, as `evaluation.json` has them. The same answers and seed give the same."""
+    problems = answers.problems
+    summary = summarize(problems)
+    rights = [(len(each), sum(answer.correct for answer in each)) for each in problems]
+    passes = {k: [pass_at_k(n, right, k) for n, right in rights] for k in shown_ks(summary.samples_per_problem)}
+    return {
+        "problems": summary.problem_count,
+        "samples": summary.samples_per_problem,
+        "failed": answers.failed,
+        "unanswered": answers.unanswered,
+        "accuracy": summary.accuracy,
+        "accuracy_interval": list(summary.accuracy_interval),
+        "reward_mean": summary.reward_mean,
+        "reward_interval": list(bootstrap(reward_means(problems), seed)),
+        "pass_at_k": {str(k): summary.pass_at[k] for k in passes},
+        "pass_at_k_intervals": {str(k): list(bootstrap(values, seed)) for k, values in passes.items()},
+        "tokens_mean": summary.tokens_mean,
+        "truncated_fraction": summary.truncated_fraction,
+        "versions": sorted(answers.versions),
+    }
+
+
+def result_of(about: Mapping[str, Any], answers: Mapping[str, EnvironmentAnswers], seed: int) -> dict[str, Any]:
+    """The whole evaluation. `about`: what was asked, and how."""
+    found = {name: figures_of(each, seed) for name, each in answers.items() if each.problems}
+    return {**about, "seed": seed, "method": METHOD, "environments": found}
+
+
+def write_result(result: dict[str, Any], directory: Path) -> Path:
+    """Write both files; returns the path of the page."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    page = directory / "evaluation.html"
+    page.write_text(page_of(result), encoding="utf-8")
+    return page
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The table, and a plot where problems were asked more than once."""
+    console = Console(highlight=False, width=None if Console().is_terminal else PIPE_WIDTH)
+    console.print(_table(result))
+    chart = Chart("pass@k")
+    for name, figures in result["environments"].items():
+        points = [(float(k), value) for k, value in figures["pass_at_k"].items()]
+        if len(points) > 1:
+            chart.series[name] = points
+    if chart.series:
+        console.print(draw(chart, "k"))
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    names = ("environment", "problems", "samples", "accuracy", "reward", "pass@k", "tokens", "cut off", "failed")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("environment", "pass@k") else "right", no_wrap=True)
+    for name, figures in result["environments"].items():
+        asked = str(figures["problems"])
+        asked += f" of {figures['problems'] + figures['unanswered']}" if figures["unanswered"] else ""
+        table.add_row(
+            name,
+            asked,
+            str(figures["samples"]),
+            f"{_percent(figures['accuracy'])} {_ends(figures['accuracy_interval'], percent=True)}",
+            f"{figures['reward_mean']:.3f} {_ends(figures['reward_interval'])}",
+            ", ".join(f"@{k} {_percent(value)}" for k, value in figures["pass_at_k"].items()),
+            f"{figures['tokens_mean']:.1f}",
+            _percent(figures["truncated_fraction"]),
+            str(figures["failed"]),
+        )
+    return table
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _ends(interval: Sequence[float], *, percent: bool = False) -> str:
+    low, high = interval
+    return f"({100 * low:.1f}-{100 * high:.1f})" if percent else f"({low:.3f}-{high:.3f})"
+
+
+def page_of(result: dict[str, Any]) -> str:
+    """A page that opens anywhere: accuracy, and pass@k by k with its interval."""
+    environments = result["environments"]
+    bars = [(name, 100 * each["accuracy"]) for name, each in environments.items()]
+    cards = [_card("Accuracy, in percent", charts.bar_chart(bars, x_label="environment", y_label="percent"))]
+    for name, each in environments.items():
+        points = [(float(k), value) for k, value in each["pass_at_k"].items()]
+        ends = [[(float(k), pair[at]) for k, pair in each["pass_at_k_intervals"].items()] for at in (0, 1)]
+        lines = [Series("pass@k", points, PALETTE[0], marked=True)]
+        lines += [Series("95 %", line, PALETTE[0], faint=True) for line in ends]
+        chart = charts.line_chart(lines, x_label="k", y_label="pass@k", y_range=(0, 1))
+        cards.append(_card(f"{name}: one of k answers is right", chart))
+    rows = "".join(_row(name, each) for name, each in environments.items())
+    heads = "".join(
+        f"<th>{head}</th>" for head in ("environment", "problems", "accuracy", "reward", "tokens", "cut off")
+    )
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    about = ", ".join(f"{name}: {value}" for name, value in result.items() if isinstance(value, str | int | float))
+    title = escape(f"evaluation of {result.get('of', '')}")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head>"
+        f"<body><main><header><h1>{title}</h1><p>{escape(about)}</p></header>"
+        f'<section><div class="cards">{_card("Figures", table, wide=True)}{"".join(cards)}</div></section>'
+        "</main></body></html>\n"
+    )
+
+
+def _row(name: str, each: dict[str, Any]) -> str:
+    cells = (
+        name,
+        str(each["problems"]),
+        f"{_percent(each['accuracy'])} {_ends(each['accuracy_interval'], percent=True)}",
+        f"{each['reward_mean']:.3f} {_ends(each['reward_interval'])}",
+        f"{each['tokens_mean']:.1f}",
+        _percent(each["truncated_fraction"]),
+    )
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _card(title: str, body: str, *, wide: bool = False) -> str:
+    return f'<figure class="card{" wide" if wide else ""}"><figcaption>{escape(title)}</figcaption>{body}</figure>'

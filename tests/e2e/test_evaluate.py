@@ -1,0 +1,54 @@
+"""`slipstream eval` on the weights that a run left, and on a run that is up."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(300, func_only=False)
+
+
+def processes_in(directory) -> list[str]:
+    """Command lines of processes with that directory on theirs, our own shells apart."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if process.info["pid"] != os.getpid() and any(str(directory) in word for word in words):
+            found.append(" ".join(words))
+    return found
+
+
+def test_weights_are_evaluated_by_engines_that_come_and_go(finished):
+    run = finished.bounded
+    arguments = ("eval", "bounded", "--samples", "2", "--problems", "3", "--json")
+    done = run.slipstream(*arguments, timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["of"] == str(run.path / "checkpoints" / "final")
+    letters = result["environments"]["letters"]
+    assert (letters["problems"], letters["samples"], letters["unanswered"]) == (3, 2, 0)
+    assert letters["versions"] == ["1.0"]
+    assert 0 < letters["reward_mean"] < 1
+    evaluated = run.path.with_name("bounded-eval")
+    assert json.loads((evaluated / "evaluation.json").read_text()) == result
+    assert "trainer" not in (evaluated / "endpoints.toml").read_text()
+    assert processes_in(evaluated) == []
+
+
+def test_a_run_that_is_up_is_evaluated_and_goes_on(launch):
+    run = launch("run", "--orchestrator.total-steps", "10000")
+    run.wait_step(1)
+    done = run.slipstream("eval", "run", "--problems", "2", "--samples", "2", "--parallel", "1", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert "letters" in done.stdout
+    steps = len(run.metrics("step"))
+    run.wait_until(lambda: len(run.metrics("step")) > steps)
+    result = json.loads((run.path / "evaluations" / "1" / "evaluation.json").read_text())
+    assert result["environments"]["letters"]["problems"] == 2
+    assert run.slipstream("stop", "run", timeout_s=60).returncode == 0
+    asked = [rollout for rollout in run.rollouts() if rollout["split"] == "held_out"]
+    assert {rollout["purpose"] for rollout in asked} == {"external"}
+    assert len(asked) == 4

@@ -1,0 +1,145 @@
+"""`slipstream eval`: its command line, what it reads back, and how it shows it. Whole evaluations are in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.algorithms.evaluation import Answer
+from slipstream.launcher.cli import main
+from slipstream.launcher.evaluate import counts_of, parse, weights_of
+from slipstream.launcher.evaluate_checkpoint import answers_of
+from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_result, result_of, write_result
+from slipstream.launcher.rundir import RunDir
+
+CONFIG = """
+[[environments]]
+type = "spell_backward"
+evaluation_task_count = 5
+
+[[environments]]
+type = "expression"
+evaluation_task_count = 0
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch) -> Path:
+    path = tmp_path / "runs" / "ended"
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def said(capsys, *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *arguments])
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "which run, or which configuration?"),
+        (("nowhere",), "no run called nowhere"),
+        (("ended", "@", "f.toml"), "'@' beside a run"),
+        (("ended", "--run.seed", "3"), "'--run.seed' beside a run"),
+        (("ended", "again"), "'again' is not understood"),
+        (("--sample", "3"), "did you mean --samples?"),
+        (("--samples", "0"), "--samples takes a number from 1 to 256, not '0'"),
+        (("--temperature", "hot"), "--temperature takes a number from 0 to 10"),
+        (("--seed",), "--seed takes a value"),
+        (("ended",), "ended has left no weights"),
+        (("@", "missing.toml"), "missing.toml"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run, capsys, arguments, sentence):
+    code, text = said(capsys, *arguments)
+    assert (code, text.count("\n")) == (2, 1), text
+    assert sentence in text
+
+
+def test_no_more_problems_are_asked_than_are_configured(run):
+    from slipstream.common.config import ConfigError
+    from slipstream.common.config_files import load_with_origins
+    from slipstream.launcher.config import RUN_CONFIG
+
+    config, _ = load_with_origins(RUN_CONFIG, [run / "config.toml"], [])
+    assert counts_of(config, parse([])) == {"spell_backward": 5, "expression": 0}
+    assert counts_of(config, parse(["--problems=2", "--environment", "spell_backward"])) == {"spell_backward": 2}
+    for arguments, sentence in (
+        (["--problems", "6"], "spell_backward has 5"),
+        (["--environment", "expression"], "no problem to ask"),
+        (["--environment", "words"], "there are spell_backward, expression"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            counts_of(config, parse(arguments))
+
+
+def test_files_and_fields_of_the_configuration_are_handed_on():
+    options = parse(["@", "a.toml", "@b.toml", "--run.seed", "3", "--samples=4", "--model", "m", "--decode.replicas=2"])
+    assert options.rest == ["@", "a.toml", "@b.toml", "--run.seed", "3", "--decode.replicas=2"]
+    assert (options.samples, options.model) == (4, Path("m"))
+
+
+def test_the_last_weights_are_taken_and_the_first_are_named(run):
+    told: list[str] = []
+    (run / "model").mkdir()
+    (run / "model" / "model.safetensors").touch()
+    assert weights_of(RunDir(run), told.append) == run / "model"
+    assert told == ["ended did not come to its end: these are the weights it began with"]
+    (run / "checkpoints" / "final").mkdir(parents=True)
+    (run / "checkpoints" / "final" / "model.safetensors").touch()
+    assert weights_of(RunDir(run), told.append) == run / "checkpoints" / "final"
+    assert len(told) == 1
+
+
+def sample(task: int, number: int, attempt: int = 1, *, correct: bool, reason: str = "stop") -> dict[str, object]:
+    return {
+        "purpose": "evaluation", "environment": "words", "task_index": task, "attempt": attempt, "sample": number,
+        "correct": correct, "reward": float(correct), "finish_reason": reason, "versions": [[3, "1.0"], [2, "1.1"]],
+    }  # fmt: skip
+
+
+def test_answers_are_read_back_problem_by_problem(run, write_lines, write_rollouts):
+    write_rollouts(run / "rollouts" / "runner-1.evaluation.jsonl.zst", [
+        sample(7, 1, correct=False), sample(7, 0, correct=True, reason="length"),
+        sample(2, 0, attempt=1, correct=False), sample(2, 0, attempt=2, correct=True), sample(2, 1, 2, correct=True),
+    ])  # fmt: skip
+    told = {"kind": "evaluation", "name": "eval", "environment": "words", "step": 0, "accuracy": 0.5, "count": 3}
+    write_lines(run / "metrics.jsonl", [told])
+    found = answers_of(RunDir(run), {"words": 5, "none": 0}, samples=2)
+    assert list(found) == ["words"]
+    words = found["words"]
+    assert [[a.correct for a in each] for each in words.problems] == [[True, True], [True, False], [False, False]]
+    assert words.problems[1][0] == Answer(True, 1.0, 5, True)
+    assert (words.failed, words.unanswered, words.versions) == (1, 2, {"1.0", "1.1"})
+
+
+def test_the_result_is_a_table_json_and_a_page(tmp_path, capsys):
+    right, wrong = Answer(True, 1.0, 10, False), Answer(False, 0.0, 30, True)
+    answers = {
+        "a<b": EnvironmentAnswers([[right, wrong, wrong, wrong], [right] * 4], unanswered=1, versions={"1.0"}),
+        "empty": EnvironmentAnswers(unanswered=3),
+    }
+    result = result_of({"of": "a model", "samples": 4}, answers, seed=1)
+    assert result == result_of({"of": "a model", "samples": 4}, answers, seed=1)
+    figures = result["environments"]["a<b"]
+    assert (figures["accuracy"], figures["pass_at_k"]) == (0.625, {"1": 0.625, "2": 0.75, "4": 1.0})
+    assert figures["tokens_mean"] == pytest.approx(17.5)
+    page = write_result(result, tmp_path / "1")
+    assert json.loads((tmp_path / "1" / "evaluation.json").read_text()) == result
+    text = page.read_text()
+    assert "a&lt;b: one of k answers is right" in text
+    assert "a<b" not in text
+    print_result(result)
+    shown = capsys.readouterr().out
+    assert "2 of 3" in shown
+    assert "62.5 % (" in shown
+    assert "pass@k" in shown
+    assert "k 4" in shown
+    assert "\x1b" not in shown
