@@ -23,20 +23,22 @@ from slipstream.launcher import child, progress
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.errors import RunDirError, RunFailedError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers
-from slipstream.launcher.evaluate_run import WRONG
 from slipstream.launcher.mooncake import mooncake_specs
 from slipstream.launcher.needs import check_memory
 from slipstream.launcher.ports import LOOPBACK, PortLease, assign_endpoints, take_ports
 from slipstream.launcher.records import Record, read_run
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
 from slipstream.launcher.rl import supervisor_of
+from slipstream.launcher.rollout_files import samples_of, spans_of
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
 from slipstream.launcher.services import access_to, service_command, service_of, service_specs, write_configs
 from slipstream.launcher.session import Ending, conduct
 from slipstream.launcher.valkey import socket_path, valkey_spec
+from slipstream.orchestrator.evaluation import WRONG
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.trainer.model_dir import prepare_model_dir
 
+LEFT_OUT = ("trainer", "gateway")
 PUBLISHER = "trainer"
 """Whose section says how the weights are read and published; no such service is started."""
 TOLD_EVERY_S = 5.0
@@ -76,7 +78,7 @@ async def _evaluate(
 ) -> Ending:
     config = request.config
     try:
-        names = [name for name in replicas_of(config) if service_of(name) != PUBLISHER]
+        names = [name for name in replicas_of(config) if service_of(name) not in LEFT_OUT]
         endpoints, _ = assign_endpoints(run.endpoints_file, names, lease)
         rendezvous = take_ports(rendezvous_of(config), lease)
         nowhere = {PUBLISHER: f"{LOOPBACK}:1"}
@@ -171,7 +173,7 @@ def answers_of(run: RunDir, counts: Mapping[str, int], samples: int) -> dict[str
         problems = _problems([each for each in records.evaluations if each.get("environment") == name])
         for _, rollouts in sorted(problems.items()):
             found.problems.append([_answer(rollout) for rollout in rollouts])
-            found.versions |= {str(version) for rollout in rollouts for _, version in rollout.get("versions", [])}
+            found.versions |= {str(version) for rollout in rollouts for _, version in spans_of(rollout)}
         answered = int(told.get(name, {}).get("count", len(problems)))
         found.failed = max(answered - len(problems), 0)
         found.problems += [[WRONG] * samples] * found.failed
@@ -195,6 +197,6 @@ def _answer(rollout: Record) -> Answer:
     return Answer(
         correct=bool(rollout["correct"]),
         reward=float(rollout["reward"]),
-        token_count=sum(int(count) for count, _ in rollout["versions"]),
-        truncated=rollout["finish_reason"] == "length",
+        token_count=sum(count for count, _ in spans_of(rollout)),
+        truncated=samples_of(rollout)[-1]["finish_reason"] == "length",
     )

@@ -20,13 +20,13 @@ from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc, runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import DeadlineExceeded, RolloutQueueFull, Unreachable, from_rpc_error
-from slipstream.common.version import PolicyVersion
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import access_to
+from slipstream.orchestrator.evaluation import WRONG, answer_of, versions_of
 
 CALL_TIMEOUT_S = 10.0
 FIRST_LOOK_S = 0.1
@@ -35,7 +35,6 @@ AWAY_S = 60.0
 """The orchestrator may be away for so long, in seconds."""
 ATTEMPTS = 3
 MAX_SAMPLES = 64
-WRONG = Answer(correct=False, reward=0.0, token_count=0, truncated=False)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,10 @@ async def evaluate_run(
                 records = await asker.ask(environment, index)
             found = answers[environment.name]
             found.failed += records is None
-            problems[environment.name, index] = [WRONG] * asking.samples if records is None else _answers(records)
-            found.versions |= _versions(records or [])
+            problems[environment.name, index] = (
+                [WRONG] * asking.samples if records is None else [answer_of(record) for record in records]
+            )
+            found.versions |= {str(version) for record in records or [] for version in versions_of(record)}
             on_progress(len(problems), len(tasks))
 
         try:
@@ -146,19 +147,3 @@ class _Asker:
                 elif not isinstance(rebuilt, Unreachable | DeadlineExceeded) or time.monotonic() > until_s:
                     raise LauncherError(f"the run refuses: {rebuilt.message} ({rebuilt.reason})") from None
             await asyncio.sleep(LOOK_S)
-
-
-def _answers(records: Sequence[runner_pb2.RolloutRecord]) -> list[Answer]:
-    return [
-        Answer(
-            correct=record.correct,
-            reward=record.reward,
-            token_count=sum(span.token_count for span in record.spans),
-            truncated=record.finish_reason == types_pb2.FINISH_REASON_LENGTH,
-        )
-        for record in records
-    ]
-
-
-def _versions(records: Sequence[runner_pb2.RolloutRecord]) -> set[str]:
-    return {str(PolicyVersion.from_proto(span.version)) for record in records for span in record.spans}

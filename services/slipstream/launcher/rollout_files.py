@@ -18,6 +18,16 @@ def rollout_id(record: dict[str, Any]) -> str:
     return f"{record.get('group_id')}.{record.get('attempt')}.{record.get('sample')}"
 
 
+def samples_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its training samples: itself, and those of an episode that went on from other tokens."""
+    return [record, *record.get("further_samples", [])]
+
+
+def spans_of(record: dict[str, Any]) -> list[tuple[int, str]]:
+    """How many tokens which version sampled, in order, over all its samples."""
+    return [(int(n), str(version)) for sample in samples_of(record) for n, version in sample.get("versions", [])]
+
+
 def read_rollouts(directory: Path, pattern: str = f"*{SUFFIX}") -> Iterator[dict[str, Any]]:
     """Records of all runners in `rollouts/`, of each the oldest first. Raises `RunDirError` for what is no file."""
     for path in sorted(directory.glob(pattern)):

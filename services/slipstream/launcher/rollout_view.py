@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.launcher.rollout_files import samples_of, spans_of
+
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 COLUMNS = (
     *("rollout", "environment", "task", "reward", "outcome", "step", "lag"),
@@ -74,27 +76,29 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 
 def _versions(record: dict[str, Any]) -> str:
-    versions = list(dict.fromkeys(printable(version) for _, version in record.get("versions", [])))
+    versions = list(dict.fromkeys(printable(version) for _, version in spans_of(record)))
     return versions[0] if len(versions) == 1 else f"{versions[0]}-{versions[-1]}" if versions else ""
 
 
 def view_of(record: dict[str, Any], decode: Decode | None, *, colours: bool) -> Text:
     """One rollout whole. Without colours, and with tokens of several versions, each begins with its version's name."""
-    versions = list(dict.fromkeys(str(version) for _, version in record.get("versions", [])))
+    versions = list(dict.fromkeys(version for _, version in spans_of(record)))
     styles = {version: COLOURS[index % len(COLOURS)] for index, version in enumerate(versions)}
     text = Text()
     for name, value in _facts(record):
         text.append(f"{name:<12}", style="dim").append(f"{printable(value)}\n")
     text.append(f"{'sampled by':<12}", style="dim")
-    for index, (count, version) in enumerate(record.get("versions", [])):
-        text.append(f"{', ' if index else ''}{printable(version)} ({count})", style=styles[str(version)])
-    text.append("\n\n")
-    pieces = _pieces(record, decode)
-    for piece, version in pieces:
-        if version is not None and not colours and len(versions) > 1:
-            text.append(f"[{printable(version)}]")
-        text.append(printable(piece), style="dim" if version is None else styles[version])
-    return text.append("" if str(text).endswith("\n") else "\n")
+    for index, (count, version) in enumerate(spans_of(record)):
+        text.append(f"{', ' if index else ''}{printable(version)} ({count})", style=styles[version])
+    text.append("\n")
+    for number, sample in enumerate(samples_of(record), 1):
+        text.append("\n" if number == 1 else f"\nsample {number}, from other tokens on:\n")
+        for piece, version in _pieces(sample, decode):
+            if version is not None and not colours and len(versions) > 1:
+                text.append(f"[{printable(version)}]")
+            text.append(printable(piece), style="dim" if version is None else styles[version])
+        text.append("" if str(text).endswith("\n") else "\n")
+    return text
 
 
 def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:

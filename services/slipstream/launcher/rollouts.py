@@ -16,7 +16,7 @@ from typing import Any
 from slipstream.common.config import ConfigError
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.outcomes import OUTCOMES, Outcomes, read_outcomes
-from slipstream.launcher.rollout_files import read_rollouts, rollout_id
+from slipstream.launcher.rollout_files import read_rollouts, rollout_id, spans_of
 from slipstream.launcher.rundir import RunDir, find_services_run
 
 USAGE = """\
@@ -102,7 +102,7 @@ def annotated(run: RunDir) -> Iterator[Record]:
 def annotate(record: Record, outcomes: Outcomes) -> Record:
     """`rollout`, `tokens`, `seconds`, `outcome`, `step` and `lag` beside what was recorded."""
     record["rollout"] = rollout_id(record)
-    record["tokens"] = sum(int(count) for count, _ in record.get("versions", []))
+    record["tokens"] = sum(count for count, _ in spans_of(record))
     record["seconds"] = float(record.get("timings", {}).get("total_s", 0.0))
     record["step"] = record["lag"] = None
     if record.get("purpose") == "training":
@@ -192,7 +192,7 @@ def _within(field: str) -> Callable[[Query, str], None]:
 
 
 def _version(query: Query, value: str) -> None:
-    query.wanted.append(lambda record: any(str(version) == value for _, version in record.get("versions", [])))
+    query.wanted.append(lambda record: any(version == value for _, version in spans_of(record)))
 
 
 def _outcome(query: Query, value: str) -> None:

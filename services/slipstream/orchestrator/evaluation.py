@@ -98,7 +98,7 @@ class Evaluation:
         """Record the samples of a task."""
         self._running.discard(group_id)
         if group_id not in self._answers:
-            self._answers[group_id] = [_answer_of(record) for record in records]
+            self._answers[group_id] = [answer_of(record) for record in records]
             self._see(self.tasks[group_id].environment, records)
         self.changed.notify()
 
@@ -140,19 +140,28 @@ class Evaluation:
         return results
 
     def _see(self, environment: str, records: Sequence[runner_pb2.RolloutRecord]) -> None:
-        versions = [PolicyVersion.from_proto(span.version) for record in records for span in record.spans]
+        versions = [version for record in records for version in versions_of(record)]
         if versions:
             oldest, newest = self._versions.get(environment, (versions[0], versions[0]))
             self._versions[environment] = min(oldest, *versions), max(newest, *versions)
 
 
-def _answer_of(record: runner_pb2.RolloutRecord) -> Answer:
+def answer_of(record: runner_pb2.RolloutRecord) -> Answer:
+    """What counts of a rollout, all its samples together."""
+    samples = [record, *record.further_samples]
     return Answer(
         correct=record.correct,
         reward=record.reward,
-        token_count=sum(span.token_count for span in record.spans),
-        truncated=record.finish_reason == types_pb2.FINISH_REASON_LENGTH,
+        token_count=sum(span.token_count for sample in samples for span in sample.spans),
+        truncated=samples[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH,
     )
+
+
+def versions_of(record: runner_pb2.RolloutRecord) -> list[PolicyVersion]:
+    """Those that sampled any of its tokens."""
+    return [
+        PolicyVersion.from_proto(span.version) for sample in (record, *record.further_samples) for span in sample.spans
+    ]
 
 
 def fields_of(result: AccuracyResult) -> dict[str, object]:

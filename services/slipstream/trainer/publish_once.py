@@ -22,7 +22,6 @@ from slipstream.models.registry import load_sizes
 from slipstream.trainer.compute import device_of, passes_of
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.frozen import FrozenModels
-from slipstream.trainer.parallel.meeting import meet
 from slipstream.trainer.probe import choose_probe, probe_prompts
 from slipstream.trainer.step import Learner
 from slipstream.weights.manifest import Probe
@@ -38,8 +37,7 @@ def load(config: TrainerConfig) -> Learner:
     model = load_model(load_sizes(config.model_dir), config.initial_model)
     tree: torch.nn.Module = model  # pyright: ignore[reportAssignmentType] models are modules
     tree.to(device_of(config.compute))
-    passes = passes_of(config.compute)
-    return Learner(model, config.optim, config.loss, FrozenModels(), meet(config), config.parallel, passes)
+    return Learner(model, config.optim, config.loss, FrozenModels(), passes=passes_of(config.compute))
 
 
 async def publish(config: TrainerConfig) -> None:

@@ -151,6 +151,19 @@ def test_one_rollout_whole_names_the_version_of_each_piece(run, capsys):
     assert "\x1b" not in out
 
 
+def test_all_samples_of_an_episode_are_shown(run, capsys, write_rollouts):
+    (run / "model").mkdir()
+    build_tokenizer().save(str(run / "model" / "tokenizer.json"))
+    further = {**rollout(7), "versions": [[4, "1.2"]]}
+    episode = rollout(7, turns=2, further_samples=[further])
+    write_rollouts(run / "rollouts" / "runner-2.jsonl.zst", [episode])
+    assert names(capsys, "--version", "1.2") == ["train-7.1.0"]
+    _, out, _ = shown(capsys, "--show", "train-7.1.0")
+    assert out.endswith("sun\n[1.0]nus<|end|>\n\nsample 2, from other tokens on:\nsun\n[1.2]nus<|end|>\n")
+    assert "8 sampled in 2 turns" in out
+    assert "1.0 (4), 1.2 (4)" in out
+
+
 def test_without_a_tokenizer_the_text_is_shown(run, capsys):
     _, out, _ = shown(capsys, "--show", "before-spell-0.1.0")
     assert out.endswith("sun\n\n\\x1b[31mred <b>\n")
