@@ -43,8 +43,10 @@ class Member:
         What another one shares with an earlier is a prompt there, which nobody sampled for it: no token trains twice.
         """
         if prompt.begun:
-            base = self.samples[prompt.base_sample].token_ids[: prompt.base_token_count] if self.samples else []
-            rollout = Rollout([*base, *prompt.token_ids])
+            if prompt.base_token_count:
+                rollout = self.samples[prompt.base_sample].branch(prompt.base_token_count, prompt.token_ids)
+            else:
+                rollout = Rollout(prompt.token_ids)
             self.samples.append(rollout)
         else:
             rollout = self.samples[prompt.sample]

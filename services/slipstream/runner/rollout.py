@@ -32,10 +32,10 @@ class Segment:
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[types_pb2.VersionSpan] = field(default_factory=list[types_pb2.VersionSpan])
     finish_reason: types_pb2.FinishReason = UNFINISHED
-    ended_s: float | None = None
-    """When its end came, in `time.monotonic()` terms."""
     routes: types_pb2.RowsRef | None = None
     """Rows from the last prompt token to the last but one of the tokens here."""
+    ended_s: float | None = None
+    """When its end came, in `time.monotonic()` terms."""
 
     def extend(self, chunk: decode_pb2.SampleChunk) -> None:
         self.token_ids.extend(chunk.token_ids)
@@ -101,6 +101,20 @@ class Rollout:
         self._turn_start = len(prompt_token_ids)
         self._unrouted: list[types_pb2.VersionSpan] = []
         """Of tokens from `first_route_position` on whose rows nobody has: they stayed with a stream that broke off."""
+        self._route_counts: dict[int, int] = {}
+        """How many of `routes` there were at the end of each turn: they cover all positions before its last."""
+
+    def branch(self, token_count: int, token_ids: Sequence[int]) -> Rollout:
+        """Another one that goes on from the end of an earlier turn, after so many of these tokens.
+
+        What was sampled for this one is a prompt there, which trains here alone. Its rows are referred to, not moved
+        or computed again.
+        """
+        other = Rollout([*self.token_ids[:token_count], *token_ids])
+        if token_count in self._route_counts:
+            other.routes = self.routes[: self._route_counts[token_count]]
+            other.first_route_position = token_count - 1
+        return other
 
     @property
     def answer(self) -> list[int]:
@@ -147,6 +161,8 @@ class Rollout:
             self.first_route_position, self._unrouted = len(self.token_ids) - 1, []
         else:
             add_spans(self._unrouted, segment.spans)
+        if self.finish_reason:
+            self._route_counts[len(self.token_ids)] = len(self.routes)
 
     def _append(self, segment: Segment) -> None:
         start, end = len(self.token_ids), len(self.token_ids) + len(segment.token_ids)

@@ -108,6 +108,13 @@ class Turns:
         finally:
             await self._peers.give_back()
 
+    async def sample(self, conversation: Conversation, index: int) -> None:
+        """A turn of a rollout that was added."""
+        try:
+            await conversation.sample([index], time.monotonic() + 15.0)
+        finally:
+            await self._peers.give_back()
+
     async def workers(self) -> dict[str, routing_pb2.RoutedWorker]:
         """What the router knows."""
         response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=5)
