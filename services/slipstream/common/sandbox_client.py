@@ -29,6 +29,7 @@ log = structlog.get_logger()
 
 LEASE_TTL_S = 60.0
 RENEW_TIMEOUT_S = 10.0
+FILES_TIMEOUT_S = 30.0
 # Beside the program's own time: waiting for a place, the way there and back.
 QUEUE_TIMEOUT_S = 60.0
 DEFAULT_WALL_S = 10.0
@@ -80,9 +81,14 @@ class ExecResult:
 
 
 class SandboxClient:
-    """One sandbox at one executor. Calls may run side by side. Its lease is renewed before and during calls."""
+    """One sandbox at one executor. Calls may run side by side. Its lease is renewed before and during calls.
+
+    A sandbox that is gone is made anew, with the files that were written to it.
+    """
 
     def __init__(self, address: str, access: Access, lease_ttl_s: float = LEASE_TTL_S) -> None:
+        self._address, self._access = address, access
+        self._files: dict[str, bytes] = {}
         self._channel = open_channel(address, access)
         self._stub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
         self._lease_ttl_s = lease_ttl_s
@@ -106,6 +112,38 @@ class SandboxClient:
             self._sandbox_id = ""  # its lease ends it
         finally:
             await self._channel.close()
+
+    def session(self) -> SandboxClient:
+        """Another sandbox at the same executor, for a caller who closes it."""
+        return SandboxClient(self._address, self._access, self._lease_ttl_s)
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Put files under /files, for programs that start later. Raises `SlipstreamError`."""
+        self._files.update(files)
+        try:
+            sandbox_id = await self._sandbox()
+            try:
+                await self._write(sandbox_id, files)
+            except grpc.aio.AioRpcError as error:
+                if not isinstance(from_rpc_error(error), SandboxUnknown):
+                    raise
+                await self._sandbox(gone=sandbox_id)  # made anew, with all files
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def read_files(self, paths: Sequence[str]) -> list[bytes]:
+        """Files under /files as the executor has them, in order. Raises `SlipstreamError`."""
+        try:
+            request = sandbox_pb2.ReadFilesRequest(sandbox_id=await self._sandbox(), paths=paths)
+            response = await self._stub.ReadFiles(request, timeout=FILES_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return [file.data for file in response.files]
+
+    async def _write(self, sandbox_id: str, files: Mapping[str, bytes]) -> None:
+        written = [sandbox_pb2.File(path=path, data=data) for path, data in files.items()]
+        request = sandbox_pb2.WriteFilesRequest(sandbox_id=sandbox_id, files=written)
+        await self._stub.WriteFiles(request, timeout=FILES_TIMEOUT_S)
 
     async def run_python(
         self, source: str, stdin: bytes = b"", limits: SandboxLimits | None = None, timeout_s: float | None = None
@@ -215,6 +253,8 @@ class SandboxClient:
                     request_id=uuid4().hex, lease_ttl_ms=round(self._lease_ttl_s * 1000)
                 )
                 response = await self._stub.CreateSandbox(request, timeout=RENEW_TIMEOUT_S)
+                if self._files:
+                    await self._write(response.sandbox.sandbox_id, self._files)
                 self._sandbox_id = response.sandbox.sandbox_id
                 self._renew_s = now_s + self._lease_ttl_s / 3
             return self._sandbox_id

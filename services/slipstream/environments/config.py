@@ -15,8 +15,9 @@ from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
 from slipstream.common.imports import PATH_PATTERN
+from slipstream.environments.config_adapters import OpenEnvConfig, TextArenaConfig, VerifiersConfig
 from slipstream.environments.config_base import BaseEnvironmentConfig
-from slipstream.environments.config_own import MathsConfig, PythonCodeConfig
+from slipstream.environments.config_own import MathsConfig, PythonCodeConfig, TerminalConfig
 
 
 class SpellBackwardConfig(BaseEnvironmentConfig):
@@ -173,6 +174,10 @@ EnvironmentConfig = Annotated[
     | ReasoningGymConfig
     | MathsConfig
     | PythonCodeConfig
+    | TerminalConfig
+    | VerifiersConfig
+    | TextArenaConfig
+    | OpenEnvConfig
     | ImportedConfig
     | EntryPointConfig,
     Field(discriminator="type"),

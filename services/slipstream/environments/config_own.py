@@ -80,3 +80,52 @@ class PythonCodeConfig(BaseEnvironmentConfig):
 
     sandbox_wall_s: float = Field(default=60.0, gt=0)
     """Time, and processor time, that all tests of a program may take."""
+
+
+class TerminalConfig(BaseEnvironmentConfig):
+    """A task at a shell in a sandbox of the rollout's own, over several turns; judged by check scripts."""
+
+    type: Literal["terminal"] = "terminal"
+    name: str = Field(default="terminal", pattern=NAME_PATTERN)
+    max_new_tokens: int = Field(default=256, ge=1)
+    evaluation_task_count: int = Field(default=3, ge=0)
+    demonstration_weight: float = Field(default=0.0, ge=0, le=0)
+    """It has no demonstrations: 0."""
+
+    file: Path | None = None
+    """JSONL of `{"question": ..., "files": {PATH: TEXT}, "checks": [COMMAND, ...]}`; a check that exits with 0 has
+    passed. Unset: a small set that comes with the product."""
+
+    partial_credit: bool = False
+    """Reward the part of the checks that pass. false rewards a rollout that passes all of them."""
+
+    before: str = ""
+    """Text before each task."""
+
+    after: str = ""
+    """Text after each task."""
+
+    command_wall_s: float = Field(default=10.0, gt=0)
+    """Time, and processor time, that a command may take."""
+
+    memory_bytes: int = Field(default=256 * 2**20, ge=2**26)
+    """Memory that a command may use."""
+
+    output_bytes: int = Field(default=4096, ge=64, le=2**20)
+    """Bytes of a command's output that the model is shown."""
+
+    state_bytes: int = Field(default=2 * 2**20, ge=2**12, le=8 * 2**20)
+    """Bytes of the working directory, packed; what a command leaves beyond is lost."""
+
+    max_calls: int = Field(default=8, ge=1)
+    """Calls of one message that are run."""
+
+    @property
+    def sandbox_wall_s(self) -> float:
+        """What the sandbox is asked for: starting and packing take time beside the command."""
+        return self.command_wall_s + 2.0
+
+    @property
+    def sandbox_output_bytes(self) -> int:
+        """The directory and the command's output, of which a byte may be six as JSON."""
+        return self.state_bytes + 6 * self.output_bytes

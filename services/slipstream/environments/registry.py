@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import suggest
@@ -28,8 +29,15 @@ OWN = {
     "reasoning_gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "maths": "slipstream.environments.maths:Maths",
     "python_code": "slipstream.environments.python_code:PythonCode",
+    "terminal": "slipstream.environments.terminal:Terminal",
+    "verifiers": "slipstream.environments.verifiers:Verifiers",
+    "textarena": "slipstream.environments.textarena:TextArena",
+    "openenv": "slipstream.environments.openenv:OpenEnv",
 }
 """Our own by `type`. Imported when they are built: each brings libraries of its own."""
+
+EXTRAS = ("verifiers", "textarena", "openenv")
+"""Types whose library is an extra: all three have one name."""
 
 Factory = Callable[[EnvironmentConfig, int], AnyEnvironment]
 
@@ -49,6 +57,8 @@ def factory_of(config: EnvironmentConfig) -> Factory:
     where = f"environments.{config.name}"
     if isinstance(config, EntryPointConfig):
         return _registered(config.entry_point, where)
+    if config.type in EXTRAS and find_spec(config.type) is None:
+        raise ConfigError(f"{where}: {config.type} is not installed: pip install 'slipstream[{config.type}]'")
     return import_callable(config.path if isinstance(config, ImportedConfig) else OWN[config.type], where)
 
 

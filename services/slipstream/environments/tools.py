@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from slipstream.common.sandbox_client import ExecResult, SandboxLimits
+from slipstream.common.sandbox_client import ExecResult, SandboxClient, SandboxLimits
 
 
 class Sandbox(Protocol):
@@ -15,12 +16,24 @@ class Sandbox(Protocol):
     ) -> ExecResult: ...
 
 
+class SandboxSession(Protocol):
+    """A sandbox of one's own, with files that programs see under /files. Closing it ends what runs in it."""
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None: ...
+
+    async def read_files(self, paths: Sequence[str]) -> list[bytes]: ...
+
+    async def run(self, argv: Sequence[str], stdin: bytes = b"", limits: SandboxLimits | None = None) -> ExecResult: ...
+
+    async def close(self) -> None: ...
+
+
 class SandboxNotConfigured(Exception):
     """An environment wants to run code and the runner knows no sandbox executor."""
 
 
 class Tools:
-    """The tools of one call of `score`; counts what it used."""
+    """The tools of one call of `score`, or of one episode; counts what it used."""
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         self._sandbox = sandbox
@@ -32,3 +45,9 @@ class Tools:
             raise SandboxNotConfigured("this environment executes code: set sandbox_address")
         self.sandbox_executions += 1
         return await self._sandbox.run_python(source, stdin, limits)
+
+    def open_session(self) -> SandboxSession:
+        """A sandbox of the caller's own, which it closes. Raises `SandboxNotConfigured`."""
+        if not isinstance(self._sandbox, SandboxClient):
+            raise SandboxNotConfigured("this environment works in a sandbox: set sandbox_address")
+        return self._sandbox.session()

@@ -37,7 +37,7 @@ from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.families import why_not
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
-from slipstream.environments.config_own import PythonCodeConfig
+from slipstream.environments.config_own import PythonCodeConfig, TerminalConfig
 from slipstream.launcher.config import RunConfig
 
 Problem = tuple[tuple[str, ...], str]
@@ -240,13 +240,28 @@ def _room(config: RunConfig) -> Iterator[Problem]:
 
 
 def _sandbox(config: RunConfig) -> Iterator[Problem]:
-    allowed = _of(config, "sandbox", "max_limits").wall_s
+    sandbox: Any = config.section("sandbox")
+    most = sandbox.max_limits
     for index, environment in enumerate(config.environments):
-        if isinstance(environment, ExpressionConfig | PythonCodeConfig) and environment.sandbox_wall_s > allowed:
-            yield (
-                (f"environments.{index}.sandbox_wall_s", "sandbox.max_limits.wall_s"),
-                f"is {environment.sandbox_wall_s:g}, above sandbox.max_limits.wall_s = {allowed:g}",
-            )
+        if isinstance(environment, ExpressionConfig | PythonCodeConfig):
+            asked = [("sandbox_wall_s", environment.sandbox_wall_s, "max_limits.wall_s", most.wall_s)]
+        elif isinstance(environment, TerminalConfig):
+            asked = [
+                ("command_wall_s", environment.sandbox_wall_s, "max_limits.wall_s", most.wall_s),
+                ("memory_bytes", environment.memory_bytes, "max_limits.memory_bytes", most.memory_bytes),
+                ("state_bytes", environment.sandbox_output_bytes, "max_limits.output_bytes", most.output_bytes),
+                ("state_bytes", environment.state_bytes, "max_files_bytes", sandbox.max_files_bytes),
+            ]
+        else:
+            asked = []
+        for name, needed, limit, allowed in asked:
+            if needed > allowed:
+                given = getattr(environment, name)
+                takes = "" if needed == given else f", which takes {needed:g}"
+                yield (
+                    (f"environments.{index}.{name}", f"sandbox.{limit}"),
+                    f"is {given:g}{takes}, above sandbox.{limit} = {allowed:g}",
+                )
 
 
 def _leases(config: RunConfig) -> Iterator[Problem]:

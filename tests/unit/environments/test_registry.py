@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from slipstream.common.config import ConfigError, load_config
 from slipstream.environments.base import takes_turns
-from slipstream.environments.config import EntryPointConfig, ExpressionConfig, ImportedConfig, SpellBackwardConfig
+from slipstream.environments.config import (
+    EntryPointConfig,
+    EnvironmentConfig,
+    ExpressionConfig,
+    ImportedConfig,
+    SpellBackwardConfig,
+)
 from slipstream.environments.listing import run
-from slipstream.environments.registry import OWN, build_environments
+from slipstream.environments.registry import EXTRAS, OWN, build_environments
 from slipstream.runner.config import RunnerConfig
 
 
@@ -89,6 +97,20 @@ def test_what_a_configuration_can_name_is_listed(capsys: pytest.CaptureFixture[s
     assert "  echo  third_party:Echo, of echoes 2.1" in shown
     assert f"{len(listed['reasoning_gym'])} in reasoning-gym" in shown
     assert " chain_sum " in shown
+
+
+@pytest.mark.parametrize("library", EXTRAS)
+def test_a_library_that_is_not_installed_is_named_with_its_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"type": library, "id": "x", "game": "x", "url": "http://x"}
+    known = TypeAdapter(EnvironmentConfig)
+    fields = {"verifiers": ("type", "id"), "textarena": ("type", "game"), "openenv": ("type", "url")}[library]
+    config = known.validate_python({field: section[field] for field in fields})
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        ConfigError, match=rf"^environments\.{library}: {library} is not installed: pip install"
+    ) as caught:
+        build_environments([config], 0)
+    assert f"'slipstream[{library}]'" in str(caught.value)
 
 
 def test_two_environments_of_one_name_are_refused() -> None:

@@ -1,0 +1,84 @@
+"""Sections of environments that other libraries bring. Imports none of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from slipstream.environments.config_base import BaseEnvironmentConfig
+
+NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
+
+
+class AdapterConfig(BaseEnvironmentConfig):
+    """What adapters have in common: their environments bring no demonstrations."""
+
+    demonstration_weight: float = Field(default=0.0, ge=0, le=0)
+    """They bring no demonstrations: 0."""
+
+    correct_at: float = 1.0
+    """Reward from which accuracy counts a rollout as right."""
+
+
+class VerifiersConfig(AdapterConfig):
+    """An environment of verifiers, unchanged: its loop, its tools and its rubric. Needs the extra `verifiers`."""
+
+    type: Literal["verifiers"] = "verifiers"
+    name: str = Field(default="verifiers", pattern=NAME_PATTERN)
+    max_new_tokens: int = Field(default=256, ge=1)
+
+    id: str = ""
+    """Name of an installed environment, as `verifiers.load_environment` takes it."""
+
+    path: str = ""
+    """Instead of `id`: `package.module:function` that returns the environment, such as a `load_environment`."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that function."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.id) == bool(self.path):
+            raise ValueError("id: give either it or path")
+        return self
+
+
+class TextArenaConfig(AdapterConfig):
+    """A single-player game of textarena. Needs the extra `textarena`."""
+
+    type: Literal["textarena"] = "textarena"
+    name: str = Field(default="textarena", pattern=NAME_PATTERN)
+    max_new_tokens: int = Field(default=64, ge=1)
+
+    game: str = Field(min_length=1)
+    """Its name there, such as "GuessTheNumber-v0"."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the game, such as `max_number`."""
+
+
+class OpenEnvConfig(AdapterConfig):
+    """An environment behind an OpenEnv server, an episode a session. Needs the extra `openenv`."""
+
+    type: Literal["openenv"] = "openenv"
+    name: str = Field(default="openenv", pattern=NAME_PATTERN)
+    max_new_tokens: int = Field(default=256, ge=1)
+
+    url: str = Field(pattern=r"^(https?|wss?)://.+")
+    """Where the server listens, such as "http://127.0.0.1:8000"."""
+
+    action: str = "message"
+    """Field of the action that the model's text goes into. Empty: the text itself is the action, as a JSON object."""
+
+    observation: str = ""
+    """Field of the observation that the model is shown. Empty: all of it, as JSON."""
+
+    before: str = ""
+    """Text before the first observation: what is to be done."""
+
+    rewards: Literal["sum", "last"] = "sum"
+    """What a rollout is worth: all rewards of its steps together, or that of the last."""
+
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """What `reset` is given beside the seed, which is the task's number."""

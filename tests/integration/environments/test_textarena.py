@@ -1,0 +1,73 @@
+"""A game of the real textarena, played by scripts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+from conversations import play, says
+
+from slipstream.common.config import ConfigError
+from slipstream.environments.config_adapters import TextArenaConfig
+from slipstream.environments.messages import Message
+from slipstream.environments.textarena import TextArena
+
+NUMBER = {"game": "GuessTheNumber-v0", "evaluation_task_count": 4}
+
+
+def game(**fields: object) -> TextArena:
+    return TextArena(TextArenaConfig.model_validate({**NUMBER, **fields}), 5)
+
+
+def halves(history: Sequence[Message]) -> Message:
+    """Finds a number from 1 to 20 by what it was told so far."""
+    low, high = 1, 20
+    for said, heard in zip(history[1::2], history[2::2], strict=False):
+        guess = int(re.findall(r"\d+", said.content)[0])
+        low, high = (guess + 1, high) if "higher" in heard.content else (low, guess - 1)
+    return Message("assistant", f"I say [{(low + high) // 2}].")
+
+
+async def test_a_game_that_is_won_earns_its_reward() -> None:
+    played = await play(game(), halves)
+    assert (played.score.reward, played.score.correct) == (1.0, True)
+    assert "between 1 and 20" in played.history[0].content
+    # The model is told what is new, and not what it said itself.
+    assert all(re.search("higher|lower", m.content) and "I say" not in m.content for m in played.history[2::2])
+
+
+async def test_a_game_that_is_lost_or_not_over_earns_less() -> None:
+    lost = await play(game(), says("I do not know."))
+    assert lost.score.reward < 1.0
+    assert not lost.score.correct
+    cut = await play(game(), says("I do not know."), max_turns=1)
+    assert (cut.score.reward, cut.score.detail) == (0.0, "the game was not over")
+
+
+async def test_rollouts_of_a_task_play_the_same_game_and_held_out_games_are_never_trained() -> None:
+    one, other = await play(game(), halves, index=3), await play(game(), halves, index=3)
+    assert one.history == other.history
+    held_out = {game().task("held_out", index).payload["game"] for index in range(9)}
+    trained = {game().task("train", index).payload["game"] for index in range(100)}
+    assert len(held_out) == 4
+    assert not held_out & trained
+
+
+async def test_options_are_the_games_own() -> None:
+    played = await play(game(options={"max_number": 7}), says("I do not know."), max_turns=1)
+    assert "between 1 and 7" in played.history[0].content
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"game": "GuessTheNumbr-v0"}, "textarena has no game 'GuessTheNumbr-v0'; did you mean 'GuessTheNumber-v0'?"),
+        ({"game": "TicTacToe-v0"}, "textarena cannot begin TicTacToe-v0 for one player"),
+        ({"options": {"x": 1}}, "unexpected keyword argument 'x'"),
+    ],
+)
+def test_a_game_that_cannot_be_played_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^environments\.textarena: ") as caught:
+        game(**fields)
+    assert said in str(caught.value)

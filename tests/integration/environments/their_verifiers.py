@@ -1,0 +1,102 @@
+"""Environments written for verifiers, as their authors would: nothing in here knows of slipstream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment(count: int = 8) -> vf.Environment:
+    """One turn: say a number and one more."""
+    rows = [{"question": f"What comes after {n}?", "answer": str(n + 1)} for n in range(count)]
+
+    async def right(completion: Any, answer: str) -> float:
+        return float(completion[-1]["content"].strip() == answer)
+
+    async def short(completion: Any) -> float:
+        return float(len(completion[-1]["content"]) < 5)
+
+    rubric = vf.Rubric(funcs=[right, short], weights=[1.0, 0.25])
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric, system_prompt="Answer with a number.")
+
+
+class Guessing(vf.MultiTurnEnv):
+    """Several turns: find a number by higher and lower."""
+
+    async def setup_state(self, state: vf.State) -> None:
+        state["guesses"] = 0
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        guess, target = int(messages[-1]["content"]), int(state["answer"])
+        state["guesses"] += 1
+        if guess == target:
+            state["final_env_response"] = [{"role": "user", "content": "right"}]
+            return state["final_env_response"]
+        return [vf.UserMessage(content="higher" if guess < target else "lower")]
+
+
+def guessing(**options: Any) -> vf.Environment:
+    async def found(state: vf.State) -> float:
+        return 1.0 if state["final_env_response"] else 0.0
+
+    rows = [{"question": "Find my number from 1 to 9.", "answer": str(n)} for n in range(1, 10)]
+    return Guessing(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[found]), **options)
+
+
+async def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: one of them
+        b: the other
+    """
+    return a * b
+
+
+def tools() -> vf.Environment:
+    async def right(completion: Any, answer: str) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    rows = [{"question": "What is 17 times 23? Use the tool.", "answer": "391"}]
+    return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[multiply], rubric=vf.Rubric(funcs=[right]))
+
+
+class Restarting(vf.MultiTurnEnv):
+    """Tells its history anew before each turn, as compaction does."""
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        return []
+
+    async def get_prompt_messages(self, state: vf.State) -> vf.Messages:
+        return [vf.UserMessage(content=f"turn {len(state['trajectory'])}")]
+
+
+def restarting() -> vf.Environment:
+    async def turns(state: vf.State) -> float:
+        return len(state["trajectory"]) / 10
+
+    rows = [{"question": "begin", "answer": ""}]
+    return Restarting(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[turns]), max_turns=3)
+
+
+def broken() -> vf.Environment:
+    class Broken(vf.MultiTurnEnv):
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            raise ZeroDivisionError("a bug of theirs")
+
+    rows = [{"question": "begin", "answer": ""}]
+    return Broken(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+
+
+def judged_as_a_group() -> vf.Environment:
+    def ranks(completions: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    rows = [{"question": "begin", "answer": ""}]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[ranks]))
+
+
+def no_environment() -> str:
+    return "no environment"
