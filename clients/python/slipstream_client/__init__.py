@@ -15,12 +15,16 @@ from slipstream_client.errors import (
     DeadlineExceeded,
     Draining,
     EnvironmentUnknown,
+    GatewayAbsent,
     InternalError,
     InvalidRequest,
     RequestIdReused,
     RolloutQueueFull,
     RolloutUnknown,
     RunEnded,
+    SamplingBiased,
+    SessionsFull,
+    SessionUnknown,
     SlipstreamClientError,
     Unauthenticated,
     Unreachable,
@@ -28,6 +32,7 @@ from slipstream_client.errors import (
 )
 from slipstream_client.rollout import Rollout, RolloutState, Sample, Sampling, Version, VersionSpan
 from slipstream_client.run import Accuracy, Run
+from slipstream_client.session import Session, SessionState
 
 __all__ = [
     "Accuracy",
@@ -36,6 +41,7 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "EnvironmentUnknown",
+    "GatewayAbsent",
     "InternalError",
     "InvalidRequest",
     "RequestIdReused",
@@ -47,6 +53,11 @@ __all__ = [
     "RunEnded",
     "Sample",
     "Sampling",
+    "SamplingBiased",
+    "Session",
+    "SessionState",
+    "SessionUnknown",
+    "SessionsFull",
     "SlipstreamClientError",
     "Tls",
     "Unauthenticated",

@@ -7,16 +7,41 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Self
+from uuid import uuid4
 
 import grpc
 
-from slipstream.api.run.v1.run_pb2 import GetRunRequest, WatchRunRequest
+from slipstream.api.run.v1.run_pb2 import (
+    GetRunRequest,
+    PauseRunRequest,
+    ResumeRunRequest,
+    SaveCheckpointRequest,
+    StopRunRequest,
+    WatchRunRequest,
+)
 from slipstream_client.attempts import Attempts
 from slipstream_client.base import WATCH_PATIENCE_S, BaseClient
 from slipstream_client.connection import Connection
-from slipstream_client.requests import Labels, cancel_request, create_request, get_request, list_request, watch_request
-from slipstream_client.rollout import Rollout, Sampling
+from slipstream_client.errors import SessionsFull
+from slipstream_client.requests import (
+    Labels,
+    cancel_request,
+    check_text,
+    create_request,
+    get_request,
+    list_request,
+    watch_request,
+)
+from slipstream_client.rollout import Rollout, Sampling, Version, version_of
 from slipstream_client.run import Run
+from slipstream_client.session import Session
+from slipstream_client.session_requests import (
+    close_request,
+    get_session_request,
+    list_sessions_request,
+    open_request,
+    wait_ms,
+)
 
 
 class AsyncClient(BaseClient):
@@ -133,6 +158,75 @@ class AsyncClient(BaseClient):
             (await self._call(self._rollouts.CancelRollout, cancel_request(group_id), timeout_s)).rollout
         )
 
+    async def open_session(
+        self,
+        *,
+        group_key: str = "",
+        group_size: int = 0,
+        sampling: Sampling | None = None,
+        idle_timeout_s: float | None = None,
+        total_timeout_s: float | None = None,
+        labels: Labels | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """Open a session, waiting up to `timeout_s` for an admission slot. Give its `base_url` and `key` to an OpenAI
+        client.
+
+        Sessions with the same `group_key` form groups of `group_size`, whose rewards are compared; without a key, close
+        it with an advantage. Raises `SessionsFull` where no slot comes in time.
+        """
+        request = open_request(
+            group_key=group_key,
+            group_size=group_size,
+            sampling=sampling,
+            idle_timeout_s=idle_timeout_s,
+            total_timeout_s=total_timeout_s,
+            labels=labels,
+            request_id=request_id,
+        )
+        attempts = Attempts(self._address, self._timeout_s if timeout_s is None else timeout_s)
+        while True:
+            request.wait_ms = wait_ms(attempts.left_s)
+            try:
+                answer = await self._call(self._rollouts.OpenSession, request, attempts.left_s)
+            except SessionsFull as error:
+                await asyncio.sleep(attempts.no_room_s(error))
+            else:
+                return Session.from_proto(answer.session, answer.key)
+
+    async def close_session(
+        self,
+        session_id: str,
+        reward: float = 0.0,
+        *,
+        advantage: float | None = None,
+        discard: bool = False,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """Close a session with its reward, or `discard` it; returns it. One that had ended before says why."""
+        request = close_request(session_id, reward, advantage, discard=discard)
+        return Session.from_proto((await self._call(self._rollouts.CloseSession, request, timeout_s)).session)
+
+    async def get_session(self, session_id: str, *, timeout_s: float | None = None) -> Session:
+        """The session as it is now, without its key."""
+        request = get_session_request(session_id)
+        return Session.from_proto((await self._call(self._rollouts.GetSession, request, timeout_s)).session)
+
+    async def list_sessions(
+        self, *, labels: Labels | None = None, page_size: int = 100, timeout_s: float | None = None
+    ) -> AsyncGenerator[Session, None]:
+        """All sessions that the run keeps, oldest first; fetched page by page, `timeout_s` for each."""
+        token = ""
+        while True:
+            request = list_sessions_request(page_size, token, labels)
+            page = await self._call(self._rollouts.ListSessions, request, timeout_s)
+            for session in page.sessions:
+                yield Session.from_proto(session)
+            token = page.next_page_token
+            if not token:
+                return
+
     async def get_run(self, *, timeout_s: float | None = None) -> Run:
         """The run as it is now."""
         return Run.from_proto((await self._call(self._runs.GetRun, GetRunRequest(), timeout_s)).run)
@@ -155,6 +249,28 @@ class AsyncClient(BaseClient):
                 await asyncio.sleep(attempts.pause_s(error, stream=True))
             finally:
                 stream.cancel()
+
+    async def pause_run(self, reason: str = "", *, timeout_s: float | None = None) -> Run:
+        """Start no more groups until `resume_run`; what runs goes on."""
+        check_text(reason=reason)
+        request = PauseRunRequest(request_id=str(uuid4()), reason=reason)
+        return Run.from_proto((await self._call(self._runs.PauseRun, request, timeout_s)).run)
+
+    async def resume_run(self, *, timeout_s: float | None = None) -> Run:
+        """Undo `pause_run`."""
+        request = ResumeRunRequest(request_id=str(uuid4()))
+        return Run.from_proto((await self._call(self._runs.ResumeRun, request, timeout_s)).run)
+
+    async def stop_run(self, reason: str = "", *, timeout_s: float | None = None) -> Run:
+        """End the run now; it is not gone on with by itself."""
+        check_text(reason=reason)
+        request = StopRunRequest(request_id=str(uuid4()), reason=reason)
+        return Run.from_proto((await self._call(self._runs.StopRun, request, timeout_s)).run)
+
+    async def save_checkpoint(self, *, timeout_s: float | None = None) -> Version:
+        """Have the trainer write a checkpoint, and wait until it is durable: up to a step, and the writing."""
+        request = SaveCheckpointRequest(request_id=str(uuid4()))
+        return version_of((await self._call(self._runs.SaveCheckpoint, request, timeout_s)).version)
 
     async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         attempts = Attempts(self._address, self._timeout_s if timeout_s is None else timeout_s)

@@ -37,6 +37,18 @@ class Attempts:
         self._count = 0
 
     @property
+    def left_s(self) -> float:
+        """Until it is given up, in seconds."""
+        return self._gives_up_s - time.monotonic()
+
+    def no_room_s(self, error: SlipstreamClientError) -> float:
+        """How long to wait before the next attempt where the server had no room; raises `error` if there is no time."""
+        pause_s = MAX_PAUSE_S * (0.5 + random.random() / 2)
+        if pause_s >= self.left_s:
+            raise error
+        return pause_s
+
+    @property
     def call_s(self) -> float:
         """Deadline of the next attempt at a call, in seconds from now."""
         return max(self._gives_up_s - time.monotonic(), 0.001)

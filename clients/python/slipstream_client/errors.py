@@ -80,6 +80,34 @@ class RolloutQueueFull(SlipstreamClientError):
     default_reason = "ROLLOUT_QUEUE_FULL"
 
 
+class SessionUnknown(SlipstreamClientError):
+    """This session was never opened, or is no longer kept."""
+
+    default_code = grpc.StatusCode.NOT_FOUND
+    default_reason = "SESSION_UNKNOWN"
+
+
+class SessionsFull(SlipstreamClientError):
+    """No admission slot came in time, or `metadata["limit"]` sessions are open. Close some, or try later."""
+
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "SESSIONS_FULL"
+
+
+class SamplingBiased(SlipstreamClientError):
+    """`metadata["field"]` would draw other tokens than those of the policy that trains. Leave it out."""
+
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = "SAMPLING_BIASED"
+
+
+class GatewayAbsent(SlipstreamClientError):
+    """The run has no gateway: it was started without `gateway.enabled`."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "GATEWAY_ABSENT"
+
+
 class RunEnded(SlipstreamClientError):
     """The run has ended and takes no more work. A server says how in `metadata["state"]`."""
 

@@ -72,14 +72,17 @@ def cancel_request(group_id: str) -> rollout_pb2.CancelRolloutRequest:
 
 def list_request(page_size: int, page_token: str, labels: Labels | None) -> rollout_pb2.ListRolloutsRequest:
     check_text(page_token=page_token)
-    return rollout_pb2.ListRolloutsRequest(page_size=page_size, page_token=page_token, filter=_filter(labels))
+    return rollout_pb2.ListRolloutsRequest(page_size=page_size, page_token=page_token, filter=label_filter(labels))
 
 
 def watch_request(after_sequence: int, group_id: str, labels: Labels | None) -> rollout_pb2.WatchRolloutsRequest:
     check_text(group_id=group_id)
-    return rollout_pb2.WatchRolloutsRequest(after_sequence=after_sequence, group_id=group_id, filter=_filter(labels))
+    return rollout_pb2.WatchRolloutsRequest(
+        after_sequence=after_sequence, group_id=group_id, filter=label_filter(labels)
+    )
 
 
-def _filter(labels: Labels | None) -> rollout_pb2.LabelFilter | None:
+def label_filter(labels: Labels | None) -> rollout_pb2.LabelFilter | None:
+    """None shows all. Raises `InvalidRequest` for what is no text."""
     _check_labels(labels)
     return rollout_pb2.LabelFilter(labels=labels) if labels else None

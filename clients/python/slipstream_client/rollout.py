@@ -129,7 +129,7 @@ class Rollout:
             detail=proto.detail,
             environment=proto.environment,
             prompt=proto.prompt,
-            dispatch_version=_version(proto.dispatch_version) if proto.HasField("dispatch_version") else None,
+            dispatch_version=version_of(proto.dispatch_version) if proto.HasField("dispatch_version") else None,
             samples=tuple(_sample(record) for record in proto.records),
             labels=dict(proto.labels),
             sequence=proto.sequence,
@@ -150,7 +150,8 @@ _FINISH_REASONS = {
 }
 
 
-def _version(proto: types_pb2.PolicyVersion) -> Version:
+def version_of(proto: types_pb2.PolicyVersion) -> Version:
+    """The plain value."""
     return Version(proto.incarnation, proto.step)
 
 
@@ -163,7 +164,7 @@ def _sample(record: runner_pb2.RolloutRecord) -> Sample:
         finish_reason=_FINISH_REASONS.get(record.finish_reason, "unknown"),
         prompt_token_count=record.prompt_token_count,
         token_count=record.token_count,
-        versions=tuple(VersionSpan(span.token_count, _version(span.version)) for span in record.spans),
+        versions=tuple(VersionSpan(span.token_count, version_of(span.version)) for span in record.spans),
         token_ids=tuple(record.answer.token_ids),
         logprobs=tuple(record.answer.logprobs),
         omitted=record.answer.omitted,

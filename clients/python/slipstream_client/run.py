@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slipstream.api.run.v1 import run_pb2
-from slipstream.api.types.v1 import types_pb2
-from slipstream_client.rollout import Version
+from slipstream_client.rollout import Version, version_of
 
 _ENDED = ("finished", "failed", "stopped")
 
@@ -41,6 +40,14 @@ class Run:
     """The weights that every worker serves at least."""
     metrics: dict[str, float] = field(default_factory=dict)
     accuracies: tuple[Accuracy, ...] = ()
+    phase_fraction_done: float = 0.0
+    """Part of the phase that is done, 0 to 1."""
+    running_group_count: int = 0
+    """Groups dispatched and not ended."""
+    started_unix_s: float = 0.0
+    """When the run began."""
+    warnings: tuple[str, ...] = ()
+    """What somebody should look at while it goes on, one sentence each."""
 
     @property
     def ended(self) -> bool:
@@ -56,18 +63,18 @@ class Run:
             reason=proto.reason,
             step=proto.step,
             total_steps=proto.total_steps,
-            published=_version(proto.published) if proto.HasField("published") else None,
-            serving=_version(proto.serving) if proto.HasField("serving") else None,
+            published=version_of(proto.published) if proto.HasField("published") else None,
+            serving=version_of(proto.serving) if proto.HasField("serving") else None,
             metrics=dict(proto.metrics),
+            phase_fraction_done=proto.phase_fraction_done,
+            running_group_count=proto.running_group_count,
+            started_unix_s=proto.started_unix_ms / 1000,
+            warnings=tuple(proto.warnings),
             accuracies=tuple(
                 Accuracy(one.evaluation, one.environment, one.accuracy, one.problem_count, one.step)
                 for one in proto.accuracies
             ),
         )
-
-
-def _version(proto: types_pb2.PolicyVersion) -> Version:
-    return Version(proto.incarnation, proto.step)
 
 
 def _state(state: run_pb2.RunState) -> str:
