@@ -31,7 +31,7 @@ from run_process import RunProcess, launching, of_kind, read_lines
 
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.journal import read_journal
-from slipstream.orchestrator.sequencer import unpacked
+from slipstream.orchestrator.replay import unpacked
 
 TARGETS = ("runner-1", "decode-1", "trainer", "router", "prefill-1", "sandbox", "broadcaster", "valkey", "decode-2")
 """What is killed, in turn, in an order drawn from the seed."""

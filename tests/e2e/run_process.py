@@ -77,10 +77,11 @@ class RunProcess:
         options: str = "",
         enter: tuple[str, ...] = (),
         inside: Path | None = None,
+        resume: bool = False,
     ) -> None:
         """`enter`: what to start commands through, where the run has a file system of its own.
 
-        Its directory, `directory` from here, is then `inside` from there.
+        Its directory, `directory` from here, is then `inside` from there. `resume`: go on with the run of that name.
         """
         self.directory = directory
         self.inside = inside or directory
@@ -90,7 +91,8 @@ class RunProcess:
         config_file.write_text(SMALL + (f"[environments.options]\n{options}\n" if options else ""))
         # Beside a small disk, not on it.
         self.output_file = self.inside.with_name(f"{name}.out") if enter else directory / f"{name}.out"
-        command_words = command_line(command, "@", config_file.name, "--run.name", name, *arguments)
+        fresh = ("@", config_file.name, "--run.name", name, *arguments)
+        command_words = command_line(command, *(("--resume", name) if resume else fresh))
         with self.output_file.open("wb") as output:
             self.process = subprocess.Popen(
                 # Guarded: it dies with the tests, whatever ends those.

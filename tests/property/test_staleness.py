@@ -356,3 +356,59 @@ def test_what_is_ready_in_surplus_stops_new_groups_until_a_step_takes_it() -> No
     assert machine.dispatch() is None
     assert machine.seal() is not None
     assert machine.dispatch() is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(1, 17), st.integers(0, 2**32), st.lists(st.integers(0, 9)))
+def test_a_run_that_ends_at_a_position_trains_exactly_those_below_it(
+    groups: int, bound: int, positions: int, seed: int, events: list[int]
+) -> None:
+    """Without filters and with `hold`, whatever dies on the way; the last step takes what is left."""
+    steps = math.ceil(positions / groups)
+    machine = StalenessMachine(
+        groups, bound, steps + 3, environment_of, age_out=HOLD, total_positions=positions, max_losses=1000
+    )
+    run = Run(machine, seed, trainable=1.0)
+    trained: list[int] = []
+
+    def train() -> bool:
+        step = machine.trained_step + 1
+        if step > machine.sealed_step:
+            return False
+        trained.extend(group.position for group in machine.trained(step))
+        return True
+
+    def seal() -> bool:
+        sealed = machine.seal()
+        if sealed is None:
+            return False
+        assert not sealed.cancellations
+        assert len(sealed.groups) == groups or sealed.last
+        assert sealed.last == machine.complete
+        return True
+
+    for kind in events:
+        running = run.running()
+        match kind:
+            case 0 | 1 | 2 | 3:
+                machine.dispatch()
+            case 4 | 5 if running:
+                run.finish(run.random.choice(running))
+            case 6:
+                seal()
+            case 7:
+                train()
+            case 8:
+                run.serve()
+            case 9 if running:
+                run.lose(run.random.choice(running))
+    for _ in range(500):
+        if machine.complete and machine.trained_step == machine.last_step:
+            break
+        progress = machine.dispatch() is not None
+        if running := run.running():
+            run.finish(run.random.choice(running))
+            progress = True
+        assert seal() or train() or run.serve() or progress, "stalled"
+    assert sorted(trained) == list(range(positions))
+    assert (machine.last_step, machine.open_groups, machine.dispatchable) == (steps, 0, False)

@@ -22,7 +22,7 @@ Names used below: `B` = max_off_policy_steps, `G` = groups_per_step, `s` = next 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -101,6 +101,8 @@ class SealedStep:
     oldest_step: int
     """Tokens sampled by weights of an earlier step are beyond the bound; only `mask` environments have any."""
     cancellations: tuple[Cancellation, ...]
+    last: bool = False
+    """No other step comes after it."""
 
 
 class IllegalTransition(ValueError):
@@ -131,6 +133,9 @@ class StalenessMachine:
     """Scored groups at which no new position is dispatched, and never fewer than sealing may wait for; None means that
     only the admission bound counts. More would only wait and grow older, while `max_off_policy_steps` may be as large
     as the slowest groups need."""
+    total_positions: int | None = None
+    """The sequence ends before this position, and the last step takes what is left of it; None means that
+    `total_steps` alone ends the run."""
     max_losses: int = 3
     """Attempts of one position that may die with their runner before it ends as failed."""
     blocked: Callable[[str], bool] = lambda _: False
@@ -168,7 +173,19 @@ class StalenessMachine:
     @property
     def complete(self) -> bool:
         """Whether the last step is sealed: nothing is admitted any more."""
-        return self.sealed_step >= self.total_steps
+        if self.sealed_step >= self.total_steps:
+            return True
+        return self.exhausted and not self._parked and self._sealed_count() == len(self._open)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every position that there is has had its turn; some may be parked."""
+        return self.total_positions is not None and self.next_position >= self.total_positions
+
+    @property
+    def last_step(self) -> int:
+        """The step that the run ends with, as far as is known."""
+        return self.sealed_step if self.complete else self.total_steps
 
     @property
     def gate_open(self) -> bool:
@@ -195,9 +212,8 @@ class StalenessMachine:
     @property
     def _any_left(self) -> bool:
         """Whether a position may be dispatched as far as parking is concerned."""
-        return len(self._parked) < self.max_parked or any(
-            not self.blocked(g.environment) for g in self._parked.values()
-        )
+        new = len(self._parked) < self.max_parked and not self.exhausted
+        return new or any(not self.blocked(group.environment) for group in self._parked.values())
 
     @property
     def _fresh(self) -> bool:
@@ -265,6 +281,14 @@ class StalenessMachine:
             self._wait(group)
         return True
 
+    def reopened(self, position: int) -> bool:
+        """Take a scored attempt for running again: whoever has its rows is to report it once more."""
+        group = self._scored.pop(position, None)
+        if group is None:
+            return False
+        group.phase = Phase.RUNNING
+        return True
+
     def lost_rows(self, position: int) -> bool:
         """Give a scored attempt up because the holder of its rows is gone; the position gets another one."""
         group = self._scored.pop(position, None)
@@ -293,6 +317,15 @@ class StalenessMachine:
         self.serving_step = step
         return True
 
+    def served_again(self, step: int) -> None:
+        """Dispatch at an earlier version: engines were given what a restored trainer made once more.
+
+        Until they have caught up, the steps that are sealed already keep the gate closed.
+        """
+        if step > self.sealed_step:
+            raise IllegalTransition(f"version {step} is served before step {step} was sealed")
+        self.serving_step = step
+
     @property
     def sealable(self) -> bool:
         """Whether the next step can be sealed now."""
@@ -314,6 +347,7 @@ class StalenessMachine:
             tuple(sorted(selection, key=lambda group: group.position)),
             max(0, step - 1 - self.max_off_policy_steps),
             tuple(self._give_up_too_old()),
+            self.complete,
         )
 
     def trained(self, step: int, *, skipped: bool = False) -> list[Group]:
@@ -327,6 +361,32 @@ class StalenessMachine:
             self._end(group, Outcome.SKIPPED if skipped else Outcome.TRAINED)
         self.trained_step = step
         return groups
+
+    # ---- after a crash
+
+    def restore(
+        self,
+        groups: Iterable[Group],
+        *,
+        serving_step: int,
+        sealed_step: int,
+        trained_step: int,
+        next_position: int,
+        outcomes: Mapping[Outcome, int],
+    ) -> tuple[Cancellation, ...]:
+        """Take up where another machine of the same settings ended.
+
+        Returns what it sealed past and had not given up yet: that is given up now.
+        """
+        self.serving_step, self.sealed_step, self.trained_step = serving_step, sealed_step, trained_step
+        self.next_position = next_position
+        self.outcomes = dict(outcomes)
+        groups = list(groups)
+        self._open = {group.position: group for group in groups if group.phase is not Phase.PARKED}
+        self._parked = {group.position: group for group in groups if group.phase is Phase.PARKED}
+        self._scored = {group.position: group for group in self._open.values() if group.phase is Phase.SCORED}
+        self._waiting = {group.position: group for group in self._open.values() if group.phase is Phase.WAITING}
+        return tuple(self._give_up_too_old())
 
     # ---- looking
 
@@ -390,7 +450,7 @@ class StalenessMachine:
 
     def _new(self) -> Group | None:
         """Take the next position of the sequence; those that are blocked are parked on the way."""
-        while len(self._parked) < self.max_parked:
+        while len(self._parked) < self.max_parked and not self.exhausted:
             group = Group(self.next_position, self.environment_of(self.next_position))
             self.next_position += 1
             if not self.blocked(group.environment):
@@ -421,7 +481,9 @@ class StalenessMachine:
         when enough others have piled up.
         """
         step, size = self.sealed_step + 1, self.groups_per_step
-        if step > self.total_steps or len(self._scored) < size:
+        if self.exhausted and not self._parked and len(self._scored) + self._sealed_count() == len(self._open):
+            size = min(size, len(self._scored))  # what is left of the sequence
+        if step > self.total_steps or not size or len(self._scored) < size:
             return None
         urgent = self._urgent(step)
         if urgent is None:
@@ -491,7 +553,7 @@ class StalenessMachine:
         return self._policy(group) is not AgeOut.MASK and self._ages_out_with(group, step)
 
     def _sealed_count(self) -> int:
-        return (self.sealed_step - self.trained_step) * self.groups_per_step
+        return self.count(Phase.SEALED)
 
     def _give_up_too_old(self) -> Iterator[Cancellation]:
         for group in [*self._open.values(), *(self._parked.values() if self.complete else ())]:

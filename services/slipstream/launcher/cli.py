@@ -26,6 +26,7 @@ USAGE = """\
 usage: slipstream COMMAND
 
   rl @ FILE.toml [--section.field=VALUE]...   run everything: warm-up, evaluation, reinforcement learning, report
+  rl --resume RUN                             go on with a run that was stopped or killed, from its last checkpoint
   up @ FILE.toml [--section.field=VALUE]...   the same, but stay up after the end, until stopped
   sft @ FILE.toml [--section.field=VALUE]...  fine-tune on the conversations of [data], or without that section do the
                                               supervised warm-up alone; leaves runs/NAME/model
@@ -98,12 +99,18 @@ def _fail(message: str) -> NoReturn:
 
 
 def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
+    resumed = None
+    if "--resume" in arguments:
+        from slipstream.launcher.resume import find_resumable
+
+        resumed = find_resumable(arguments)
+        arguments = ["@", str(resumed.config_file)]
     config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
     if config is None:
         return 0
     from slipstream.launcher.rl import run_rl
 
-    return run_rl(config, stay_up=stay_up)
+    return run_rl(config, stay_up=stay_up, resumed=resumed)
 
 
 def _up(arguments: list[str]) -> int:

@@ -85,8 +85,8 @@ class LauncherSection(BaseConfig):
     """How the processes are kept."""
 
     restart: Literal["never", "on_failure"] = "never"
-    """What the death of a service means: the end of the run, or a restart. Valkey always restarts, the orchestrator
-    never, and the trainer where it writes checkpoints (`trainer.checkpoint`)."""
+    """What the death of a service means: the end of the run, or a restart. Valkey always restarts, and the trainer
+    where it writes checkpoints (`trainer.checkpoint`)."""
 
     restart_budget: int = Field(default=5, ge=0)
     """Restarts of one service before the run ends after all."""

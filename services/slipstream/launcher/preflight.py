@@ -44,8 +44,6 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
         teacher_sizes(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
     _own_code(config, origins)
     _model(trainer, sizes, origins)
-    if workers_here:
-        _resumed(config, origins)
     if machine and workers_here:
         check_engines(config, origins)
     if machine:
@@ -104,18 +102,6 @@ def _model(trainer: Any, sizes: Sizes, origins: Origins) -> None:
     what = f"{origins.located('model.architecture')}: models of {sizes.architecture}"
     for key, sentence in _ask("slipstream.trainer.model_probe", asked, what, _pairs):
         raise ConfigError(f"{located(origins.place(key.split('.')), key)}: {shorten(sentence)}")
-
-
-def _resumed(config: RunConfig, origins: Origins) -> None:
-    """Whoever starts the processes elsewhere restarts them; here the launcher does, or nobody."""
-    trainer: Any = config.section("trainer")
-    every = trainer.checkpoint.interval_steps
-    if every and config.launcher.restart == "never":
-        where = origins.located("trainer.checkpoint.interval_steps", "launcher.restart")
-        raise ConfigError(
-            f'{where} is {every}, and with launcher.restart = "never" no trainer resumes from a checkpoint; '
-            'set launcher.restart = "on_failure", or trainer.checkpoint.interval_steps = 0'
-        )
 
 
 def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:

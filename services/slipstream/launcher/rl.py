@@ -21,6 +21,7 @@ from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
+from slipstream.launcher.resume import make_ready
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
@@ -28,12 +29,14 @@ from slipstream.launcher.supervisor import Supervisor
 from slipstream.launcher.valkey import socket_path, valkey_spec
 
 
-def run_rl(config: RunConfig, *, stay_up: bool) -> int:
-    """Run everything; returns the exit code."""
+def run_rl(config: RunConfig, *, stay_up: bool, resumed: RunDir | None = None) -> int:
+    """Run everything, in a directory of its own or on in that of an earlier run; returns the exit code."""
     check_memory(config)
-    run = create_run_dir(config.run.directory, config.run.name)
+    run = resumed or create_run_dir(config.run.directory, config.run.name)
     lock, lease, display = RunLock(run), PortLease(), open_display()
     try:
+        if resumed is not None:
+            make_ready(run)
         with socket_path(run) as socket:
             return asyncio.run(_run_rl(config, run, socket, lease, display, stay_up=stay_up))
     finally:

@@ -26,11 +26,9 @@ ONE_THREAD = ("OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "TOKENIZERS_PARALLE
 
 
 def resumable(replica: str, configs: Mapping[str, ServiceConfig]) -> bool:
-    """Whether a new process goes on where the dead one was; the orchestrator's is refused by its journal."""
+    """Whether a new process goes on where the dead one was; a trainer without checkpoints does not."""
     config = configs[replica]
-    if isinstance(config, TrainerConfig):
-        return config.checkpoint.interval_steps > 0
-    return service_of(replica) != "orchestrator"
+    return not isinstance(config, TrainerConfig) or config.checkpoint.interval_steps > 0
 
 
 def write_configs(run: RunDir, configs: Mapping[str, ServiceConfig]) -> None:

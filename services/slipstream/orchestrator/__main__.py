@@ -37,13 +37,14 @@ from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.checkpoint_calls import CheckpointCalls
 from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.disk_watch import DiskWatch
-from slipstream.orchestrator.journal import Journal, segments
+from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.keeper import VersionKeeper, open_workers
 from slipstream.orchestrator.leases import RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.public_servicer import RolloutServicer, RunServicer
 from slipstream.orchestrator.redis_mirror import RedisMirror
 from slipstream.orchestrator.releaser import RowsReleaser
+from slipstream.orchestrator.resume import earlier_history, take_up
 from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
 from slipstream.orchestrator.servicer import BatchServicer, RunnerServicer
@@ -71,12 +72,17 @@ class Orchestrator:
             config.run_dir / "metrics.jsonl", time.time, config.metrics_limit_bytes, self.trackers.take
         )
         self.journal = Journal(config.run_dir / "journal" / "journal.jsonl", config.journal_limit_bytes)
-        if self.journal.recovered.records or len(segments(self.journal.path)) > 1:
-            # Runs are not resumed yet; a second history in the same file would be worse than a refusal.
-            raise ConfigError(f"{self.journal.path} is the journal of an earlier run: take another run directory")
+        history = earlier_history(self.journal, config)
         if self.journal.recovered.cut_bytes:
             log.warning("journal_tail_cut", path=str(self.journal.path), cut_bytes=self.journal.recovered.cut_bytes)
-        self.journal.append("run", run_id=config.run_id, seed=config.seed, total_steps=config.total_steps)
+        masked = any(environment.age_out == "mask" for environment in config.environments)
+        self.journal.append(
+            "resumed" if history else "run",
+            run_id=config.run_id,
+            seed=config.seed,
+            total_steps=config.total_steps,
+            max_off_policy_steps=None if masked else config.max_off_policy_steps,
+        )
         self.state = RunState(config.run_id, config.total_steps, self.metrics)
         self.checkpoints = CheckpointCalls(self.state)
         self.leases = RunnerLeases(config.runner_lease_ttl_s, time.monotonic)
@@ -90,6 +96,8 @@ class Orchestrator:
             release_rows=self.releaser.release,
         )
         self.journal.frontier = self.sequencer.frontier
+        if history is not None:
+            take_up(history, self.sequencer, self.state, self.metrics)
         self.disk = DiskWatch(
             config.disk,
             config.run_dir,
@@ -112,7 +120,13 @@ class Orchestrator:
         )
         self.state.workers = self.keeper.worker_versions
         self.supervisor = Supervisor(
-            config, state=self.state, sequencer=self.sequencer, keeper=self.keeper, metrics=self.metrics
+            config,
+            state=self.state,
+            sequencer=self.sequencer,
+            keeper=self.keeper,
+            metrics=self.metrics,
+            journal=self.journal,
+            history=history,
         )
         self.desk = SessionDesk(self.state, self.sequencer, Channels(lambda address: open_channel(address, access)))
         telemetry.observe(self.state, self.sequencer, self.leases, self.journal)

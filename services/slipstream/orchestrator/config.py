@@ -108,6 +108,10 @@ class OrchestratorConfig(ServiceConfig):
     total_steps: int = Field(default=170, ge=1)
     """Optimizer steps of the run."""
 
+    total_positions: int | None = Field(default=None, ge=1)
+    """Groups of the run, counted where they begin: the run also ends once so many have ended, trained or not, and its
+    last step takes what is left. Unset: it ends with total_steps alone."""
+
     groups_per_step: int = Field(default=32, ge=1)
     """Groups one optimizer step trains on."""
 

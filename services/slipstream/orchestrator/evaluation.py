@@ -24,12 +24,22 @@ log = structlog.get_logger()
 
 MAX_ATTEMPTS = 3
 WRONG = Answer(correct=False, reward=0.0, token_count=0, truncated=False)
+ATTEMPTS_OF_A_START = 10_000
+"""Numbers of attempts that each beginning of an evaluation has for itself: no two share a name."""
 
 
 class Evaluation:
     """One evaluation: hands its tasks out, counts the answers. A task that fails three times counts as wrong."""
 
-    def __init__(self, name: str, counts: Mapping[str, int], step: int, config: EvaluationConfig | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        counts: Mapping[str, int],
+        step: int,
+        config: EvaluationConfig | None = None,
+        begun_before: int = 0,
+    ) -> None:
+        """`begun_before`: how often it was begun and not ended, by processes that died."""
         self.name = name
         self.step = step
         self.config = config or EvaluationConfig()
@@ -44,6 +54,7 @@ class Evaluation:
         self._waiting: deque[str] = deque(self.tasks)
         self._running: set[str] = set()
         self._attempts: dict[str, int] = {}
+        self._attempts_before = begun_before * ATTEMPTS_OF_A_START
         self.failed_once: set[str] = set()
         self._answers: dict[str, list[Answer]] = {}
         self._versions: dict[str, tuple[PolicyVersion, PolicyVersion]] = {}
@@ -92,7 +103,7 @@ class Evaluation:
         self._waiting.remove(group_id)
         self._running.add(group_id)
         attempt = self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
-        return group_id, attempt, self.tasks[group_id]
+        return group_id, self._attempts_before + attempt, self.tasks[group_id]
 
     def answer(self, group_id: str, records: Sequence[runner_pb2.RolloutRecord]) -> None:
         """Record the samples of a task."""

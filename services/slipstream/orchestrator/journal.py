@@ -18,7 +18,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ SEGMENTS = 8
 """Parts that the bound is divided into."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recovered:
     """What an existing journal held."""
 
@@ -62,23 +62,45 @@ class Journal:
         self.frontier = frontier
         self._limit_bytes = limit_bytes
         self._fd = _open(path)
+        self._segments: deque[Segment] = deque()
         try:
-            self.recovered = _recover(path, self._fd)
+            self.recovered = self._recover()
         except JournalCorrupt:
             os.close(self._fd)
             raise
-        self._next = _number_after(self.recovered.records) or 0
-        self._first = self._next - len(self.recovered.records)
-        self._last_position = -1
         self._size_bytes = self._synced_bytes = os.fstat(self._fd).st_size
         self._appended = 0
         self._synced = 0
         self._waiting: deque[bytes] = deque()
         self._unsynced: deque[bytes] = deque()
-        self._segments: deque[Segment] = deque()
         self._sync_lock = asyncio.Lock()
         self.waiting_bytes = 0
         """Bytes of records that wait for room on the disk."""
+
+    def _recover(self) -> Recovered:
+        """Read what earlier processes wrote, all of it, and cut what a crash left at its end."""
+        records: list[dict[str, Any]] = []
+        *older, path = segments(self.path)
+        for segment in older:
+            part = _parse(segment, segment.read_bytes(), _number_after(records))
+            if part.cut_bytes:
+                raise JournalCorrupt(f"{segment}: its last line is cut short", path=str(segment))
+            self._segments.append(Segment(segment, segment.stat().st_size, _last_position(part.records)))
+            records += part.records
+        data = path.read_bytes()
+        part = _parse(path, data, _number_after(records))
+        if part.cut_bytes:
+            os.ftruncate(self._fd, len(data) - part.cut_bytes)
+            os.fsync(self._fd)
+        self._next = _number_after(records + part.records) or 0
+        self._first = self._next - len(part.records)
+        self._last_position = _last_position(part.records)
+        return Recovered(records + part.records, part.cut_bytes)
+
+    def take_recovered(self) -> list[dict[str, Any]]:
+        """What earlier processes wrote, once: it may be large, and is not kept any longer."""
+        records, self.recovered.records = self.recovered.records, []
+        return records
 
     @property
     def stuck(self) -> bool:
@@ -90,9 +112,7 @@ class Journal:
         record = {"n": self._next, "kind": kind, "time_s": round(time.time(), 4), **fields}
         body = json.dumps(record, separators=(",", ":")).encode()
         line = b"%08x %b\n" % (zlib.crc32(body), body)
-        position = fields.get("position", -1)
-        if isinstance(position, int):
-            self._last_position = max(self._last_position, position)
+        self._last_position = max(self._last_position, _last_position([record]))
         self._next += 1
         self._appended += 1
         self._waiting.append(line)
@@ -209,13 +229,9 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-def _recover(path: Path, fd: int) -> Recovered:
-    data = path.read_bytes()
-    recovered = _parse(path, data, None if len(segments(path)) > 1 else 0)
-    if recovered.cut_bytes:
-        os.ftruncate(fd, len(data) - recovered.cut_bytes)
-        os.fsync(fd)
-    return recovered
+def _last_position(records: Iterable[Mapping[str, Any]]) -> int:
+    """The highest position that records speak of; -1 where they speak of none."""
+    return max((max((record.get("position", -1), *record.get("positions", ()))) for record in records), default=-1)
 
 
 def _number_after(records: list[dict[str, Any]]) -> int | None:

@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.disk import AppendFile, PatientFile
@@ -110,6 +111,22 @@ class Totals:
         self.sandbox_executions = 0
         self.rollouts = 0
         self.groups_filtered = 0
+
+    def to_record(self) -> dict[str, object]:
+        """Return the counts as the journal keeps them."""
+        return {
+            "cancelled": dict(self.cancelled),
+            "sandbox_executions": self.sandbox_executions,
+            "rollouts": self.rollouts,
+            "groups_filtered": self.groups_filtered,
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Go on from such a record; an empty one says nothing."""
+        self.cancelled.update(record.get("cancelled", {}))
+        self.sandbox_executions += record.get("sandbox_executions", 0)
+        self.rollouts += record.get("rollouts", 0)
+        self.groups_filtered += record.get("groups_filtered", 0)
 
     def fields(self) -> dict[str, float]:
         """Return the counts by name."""

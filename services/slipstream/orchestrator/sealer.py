@@ -59,14 +59,12 @@ class Sealer:
         advantages: Advantages,
         micro_batch_tokens: int,
         data_ranks: int,
-        total_steps: int,
     ) -> None:
         self.min_group_size = min_group_size
         self.min_reward_std = min_reward_std
         self.advantages = advantages
         self.micro_batch_tokens = micro_batch_tokens
         self.data_ranks = data_ranks
-        self.total_steps = total_steps
 
     def judge(
         self, assignment: runner_pb2.GroupAssignment, records: Sequence[runner_pb2.RolloutRecord]
@@ -110,7 +108,7 @@ class Sealer:
                 loss_token_count=loss_tokens,
                 sequence_count=sum(count > 0 for count in counts),
                 token_count=tokens,
-                last=sealed.step == self.total_steps,
+                last=sealed.last,
             )
             for micro_batches in ranks
         ]

@@ -6,9 +6,7 @@ Training groups follow the staleness machine; evaluation and third-party groups 
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import structlog
 
 from slipstream.algorithms.staleness import AgeOut, Cancellation, Group, Outcome, Phase, SealedStep, StalenessMachine
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
-from slipstream.api.training.v1 import batch_pb2
+from slipstream.api.run.v1 import run_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
@@ -29,10 +27,12 @@ from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.external import ExternalGroups
 from slipstream.orchestrator.failures import BAD_ADVANTAGES, OUTAGES, TOO_FEW_MEMBERS, Failures
+from slipstream.orchestrator.group_figures import GroupFigures
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
 from slipstream.orchestrator.records import check_records
+from slipstream.orchestrator.replay import KEPT_STEPS, History, packed
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_advantages, record_rows
 from slipstream.orchestrator.sessions import Sessions
@@ -100,6 +100,7 @@ class Sequencer:
             quotas=config.quotas,
             quota_patience_groups=config.quota_patience_groups,
             max_ready_groups=config.max_ready_groups,
+            total_positions=config.total_positions,
         )
         self.sealer = Sealer(
             min_group_size=config.min_group_size,
@@ -107,7 +108,6 @@ class Sequencer:
             advantages=build_advantages(config.advantage),
             micro_batch_tokens=config.micro_batch_tokens,
             data_ranks=config.data_ranks,
-            total_steps=config.total_steps,
         )
         self._assigner = Assigner(
             config.run_id, config.kv_dtype, self.tasks, self.environments, config.samples_per_group
@@ -129,6 +129,7 @@ class Sequencer:
         self.machine.blocked = self.breakers.blocks
         self.failures = Failures(metrics, clock, self.breakers, state)
         self.durations = Durations(self.machine.age_out, config.max_off_policy_steps, state, clock)
+        self.group_figures = GroupFigures(self.environments, clock)
         self.skipped = SkippedSteps(config.max_skipped_steps, config.run_dir / "skipped-rollouts.json")
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
@@ -137,6 +138,8 @@ class Sequencer:
         self.released_step = 0
         """Rows of steps up to this one are gone."""
         self._retrained = UNSET
+        self._served_before = UNSET
+        """What an earlier process of this run dispatched at."""
         self._journal = journal
         self._metrics = metrics
         self._release_rows = release_rows
@@ -147,6 +150,42 @@ class Sequencer:
         self._interval = StepInterval(clock())
         self._masked = frozenset(e.name for e in config.environments if e.age_out == "mask")
         state.running_groups = lambda: len(self._running)
+
+    # ---- after a restart
+
+    def resume(self, history: History) -> None:
+        """Take up the run where an earlier process left it.
+
+        Attempts that runners had are theirs until their leases end. What was ready to be trained counts as running:
+        the references to its rows went with the process, and whoever has the rows reports it again.
+        """
+        machine = self.machine
+        given_up = machine.restore(
+            history.groups.values(),
+            serving_step=history.serving.step,
+            sealed_step=history.sealed_step,
+            trained_step=history.trained_step,
+            next_position=history.next_position,
+            outcomes=history.outcomes,
+        )
+        self.incarnation, self._retrained, self._served_before = history.incarnation, history.retrained, history.serving
+        self._checkpoint_step, self.released_step = history.checkpoint_step, history.released_step
+        self.plans = {step: history.plan(step) for step in history.sealed}
+        self.totals.restore(history.totals)
+        self.state.step = history.trained_step
+        self._give_up(given_up)
+        for group in list(machine):
+            if machine.reopened(group.position):
+                self._journal.append("reopened", position=group.position, attempt=group.attempt)
+            if group.phase is Phase.RUNNING:
+                self.group_figures.known(group)
+                dispatch = history.dispatches[group.position]
+                if dispatch.sessions:
+                    self._lose(group.position, group.attempt)
+                    continue
+                attempt = Attempt(self._assigner.training(group, dispatch.version), dispatch.runner_id, self._clock())
+                self._running[attempt.key] = attempt
+                self.leases.adopt(attempt.runner_id, [attempt.key])
 
     # ---- handing out
 
@@ -222,12 +261,15 @@ class Sequencer:
         group = self.machine.dispatch()
         if group is None:
             return None
+        self.group_figures.dispatched(group)
         of_sessions = self.sessions.waiting and bool(runner.address)
         self._journal.append(
             "acquired",
             position=group.position,
             attempt=group.attempt,
             step=group.dispatch_step,
+            version=str(version),
+            runner=runner.runner_id,
             **({"sessions": True} if of_sessions else {}),
         )
         if of_sessions:
@@ -452,6 +494,8 @@ class Sequencer:
         self._stop(list(self._running.values()), reason)
         self.external.end_all(reason)
         self.sessions.end_all(reason)
+        state = run_pb2.RunState.Name(self.state.state).removeprefix("RUN_STATE_").lower()
+        self._journal.append("run_ended", state=state, reason=self.state.reason)
         for group in [*self.machine, *self.machine.parked]:
             if self.machine.cancel(group.position, reason) is not None:
                 self._journal.append("ended", position=group.position, attempt=group.attempt, outcome="cancelled")
@@ -489,6 +533,7 @@ class Sequencer:
         for (reason, environment), count in counts.items():
             rollouts = count * self.config.samples_per_group
             self.totals.cancelled[reason] += rollouts
+            telemetry.groups_cancelled.labels(environment, reason.upper()).inc(count)
             self._metrics.write("cancelled", reason=reason, environment=environment, count=rollouts, groups=count)
             log.info("groups_cancelled", reason=reason, environment=environment, group_count=count)
 
@@ -498,8 +543,13 @@ class Sequencer:
         """Dispatch at this version from now on."""
         if version <= self.state.serving:
             return
+        if version.step >= self.machine.serving_step:
+            self.machine.serving_advanced(version.step)
+        elif version.incarnation > self._served_before.incarnation:
+            self.machine.served_again(version.step)
+        else:
+            return  # the engines have yet to come to what was served before
         self.state.serving = version
-        self.machine.serving_advanced(version.step)
         self._journal.append("serving", version=str(version))
         self.mirror_due.set()
         self.state.changed.notify()
@@ -512,8 +562,9 @@ class Sequencer:
         self.admission_changed.notify()
 
     def frontier(self) -> int:
-        """Return the lowest position that has not ended."""
-        return self.machine.frontier
+        """Return the lowest position that has not ended, or whose plan is kept for a trainer that is restored."""
+        kept = [position_of(name) or 0 for plan in self.plans.values() for name, _ in plan.attempts]
+        return min((self.machine.frontier, *kept))
 
     def admission_may_have_opened(self) -> None:
         """Wake those who wait for groups: the phase or a pause changed."""
@@ -540,7 +591,8 @@ class Sequencer:
             return []
         self.progress_at = self._clock()
         outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
-        self._journal.append(outcome.value, step=version.step)
+        totals = self.totals.to_record()
+        self._journal.append(outcome.value, step=version.step, incarnation=version.incarnation, totals=totals)
         for group in groups:
             if skipped:
                 self.sessions.group_ended(group.position, group.attempt, reason)
@@ -567,6 +619,8 @@ class Sequencer:
         """The trainer writes checkpoints, the newest of `step`: what later steps need is kept. None: it writes none."""
         if step is None or self._checkpoint_step is None or step > self._checkpoint_step:
             self._checkpoint_step = step
+            if step is not None:
+                self._journal.append("checkpoint", step=step)
             self._let_go()
 
     @property
@@ -583,14 +637,14 @@ class Sequencer:
         for step in range(self.released_step + 1, covered + 1):
             self._release_rows(self.plans[step].rows)
         self.released_step = max(self.released_step, covered)
-        # A repeat of GetPlan for a covered step is possible only shortly after it.
-        for step in [step for step in self.plans if step < covered - 2]:
+        for step in [step for step in self.plans if step < self.released_step - KEPT_STEPS]:
             del self.plans[step]
 
     def _note_retrained(self, version: PolicyVersion, trainer_metrics: dict[str, float]) -> None:
         """Write down that a restored trainer took a step once more."""
         if version.incarnation == self.incarnation and version > max(self._retrained, PolicyVersion(2, 0)):
             self._retrained = version
+            self._journal.append("retrained", step=version.step, incarnation=version.incarnation)
             self.progress_at = self._clock()
             self._metrics.write("retrained", step=version.step, incarnation=version.incarnation, **trainer_metrics)
 
@@ -609,6 +663,7 @@ class Sequencer:
             **({} if self._interval.rewards else reward_fields(plan.rewards)),
             "step_s": trainer_metrics.get("step_s", step_s),
             "open_groups": self.machine.open_groups,
+            **self.group_figures.fields(self.machine, self.machine.sealed_step + 1),
             **self.totals.fields(),
         }
         interval, self._interval = self._interval, StepInterval(now)
@@ -617,7 +672,7 @@ class Sequencer:
         # Where no rollout ended since the last step, the figures of it still stand.
         shown = {k: v for k, v in finite(figures).items() if k != "tokens_per_s" or interval.sampled_tokens}
         self.state.progress(
-            plan.step / self.config.total_steps,
+            plan.step / self.machine.last_step,
             **{key: float(value) for key, value in shown.items() if isinstance(value, int | float)},
             groups_filtered_since_step=0,
         )
@@ -654,19 +709,10 @@ class Sequencer:
             attempts=[group.attempt for group in sealed.groups],
             dispatch_steps=[group.dispatch_step for group in sealed.groups],
             plans=[packed(rank_plan) for rank_plan in plan.plans],
+            figures=plan.figures,
         )
         self._give_up(sealed.cancellations)
         self.sealed.notify()
-
-
-def packed(plan: batch_pb2.Plan) -> str:
-    """Return a plan as the journal keeps it."""
-    return base64.b64encode(zlib.compress(plan.SerializeToString(), 1)).decode()
-
-
-def unpacked(text: str) -> batch_pb2.Plan:
-    """Return a plan from the journal."""
-    return batch_pb2.Plan.FromString(zlib.decompress(base64.b64decode(text)))
 
 
 def task_sequence(config: OrchestratorConfig) -> TaskSequence:

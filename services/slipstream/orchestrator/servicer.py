@@ -141,7 +141,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
                     f"the rows of step {step} are gone: restored too early", next_step=sequencer.released_step + 1
                 )
             sequencer.restored(request.incarnation, step - 1)
-        if step > sequencer.config.total_steps:
+        if step > sequencer.machine.last_step:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
         next_step = sequencer.machine.sealed_step + 1
         if step not in sequencer.plans and step != next_step:
@@ -184,9 +184,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             started_s = request.started_unix_ms / 1000
             figures["wait_s"] = self._state.wait_in_training_s(figures["wait_s"], started_s)
         self._sequencer.trained(version, figures, step_s, skipped=request.skipped)
-        return batch_pb2.ReportStepResponse(
-            ended=self._state.ended or version.step >= self._sequencer.config.total_steps
-        )
+        return batch_pb2.ReportStepResponse(ended=self._state.ended or version.step >= machine.last_step)
 
     async def ReportActivity(
         self, request: batch_pb2.ReportActivityRequest, context: grpc.aio.ServicerContext

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import structlog
@@ -11,8 +12,10 @@ import structlog
 from slipstream.api.run.v1 import run_pb2
 from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.evaluation import Evaluation, fields_of
+from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.keeper import VersionKeeper
 from slipstream.orchestrator.metrics import MetricsFile
+from slipstream.orchestrator.replay import History
 from slipstream.orchestrator.run_state import RunPhase, RunState
 from slipstream.orchestrator.sequencer import Sequencer
 
@@ -33,8 +36,15 @@ class Supervisor:
         sequencer: Sequencer,
         keeper: VersionKeeper,
         metrics: MetricsFile,
+        journal: Journal,
+        history: History | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`history`: what earlier processes of this run have done."""
+        self._journal = journal
+        self._done = set(history.accuracies) if history else set[str]()
+        """Evaluations that need not be asked."""
+        self._begun = history.evaluation_starts if history else Counter[str]()
         self._config = config
         self._state = state
         self._sequencer = sequencer
@@ -51,17 +61,18 @@ class Supervisor:
             await self._evaluate("eval", RunPhase.EVALUATING_BEFORE)
             self.end(run_pb2.RUN_STATE_FINISHED, "the held-out problems are asked")
             await asyncio.Event().wait()
-        if self._config.evaluate_before:
+        if self._config.evaluate_before and "before" not in self._done:
             await self._evaluate("before", RunPhase.EVALUATING_BEFORE)
         self._enter(RunPhase.TRAINING)
         await self._evaluate_now_and_then()
         # The last version must be served before it can be judged.
-        await self._until(lambda: self._state.serving.step >= self._config.total_steps)
-        await self._until(lambda: self._sequencer.machine.trained_step >= self._config.total_steps)
-        if self._config.evaluate_after:
+        machine = self._sequencer.machine
+        await self._until(lambda: machine.complete and self._state.serving.step >= machine.last_step)
+        await self._until(lambda: machine.trained_step >= machine.last_step)
+        if self._config.evaluate_after and "after" not in self._done:
             await self._evaluate("after", RunPhase.EVALUATING_AFTER)
         await self._until_saved()
-        self.end(run_pb2.RUN_STATE_FINISHED, f"all {self._config.total_steps} steps are trained")
+        self.end(run_pb2.RUN_STATE_FINISHED, f"all {machine.last_step} steps are trained")
         await asyncio.Event().wait()
 
     async def watch(self) -> None:
@@ -137,18 +148,20 @@ class Supervisor:
         So an answer may cross an update; its step is that of the weights it was asked at first. Steps that pass during
         an evaluation are not made up for.
         """
-        every, last = self._config.evaluate_every_steps, self._config.total_steps
+        every, machine = self._config.evaluate_every_steps, self._sequencer.machine
         while every:
             due = (self._state.serving.step // every + 1) * every
-            await self._until(lambda due=due: self._state.serving.step >= min(due, last))
-            if self._state.serving.step >= last:
+            await self._until(lambda due=due: self._state.serving.step >= min(due, machine.last_step))
+            if self._state.serving.step >= machine.last_step:
                 return
             await self._evaluate(f"step-{self._state.serving.step}", None)
 
     async def _evaluate(self, name: str, phase: RunPhase | None) -> None:
         """One evaluation, as a phase of its own, or within the one at hand."""
         counts = {e.name: e.evaluation_task_count for e in self._config.environments if e.evaluation_task_count}
-        evaluation = Evaluation(name, counts, self._state.serving.step, self._config.evaluation)
+        self._journal.append("evaluating", name=name)
+        evaluation = Evaluation(name, counts, self._state.serving.step, self._config.evaluation, self._begun[name])
+        self._begun[name] += 1
         evaluation.allowed = self._sequencer.breakers.allows
         self._sequencer.evaluation = evaluation
         if phase is None:
@@ -159,6 +172,8 @@ class Supervisor:
         self._sequencer.stop_evaluation()
         if self._state.ended:
             return
+        results = [(result.environment, result.accuracy, result.problem_count) for result in evaluation.results()]
+        self._journal.append("evaluated", name=name, step=evaluation.step, results=results)
         for result in evaluation.results():
             self._state.accuracies.append(result)
             self._metrics.write("evaluation", **fields_of(result))

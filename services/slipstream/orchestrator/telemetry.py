@@ -57,6 +57,30 @@ evaluation_pass_at_k = Reading(
 )
 evaluation_groups = Reading("gauge", "slipstream_orchestrator_evaluation_groups", "Held-out problems asked now.")
 
+lags = Reading(
+    "gauge",
+    "slipstream_orchestrator_open_lag_versions",
+    "The most versions that an open group is behind, in flight or in the queue.",
+    ["environment", "where"],
+)
+oldest_group = Reading(
+    "gauge",
+    "slipstream_orchestrator_oldest_group_seconds",
+    "Since the oldest open group was handed out first.",
+    ["environment"],
+)
+groups_again = Reading(
+    "counter",
+    "slipstream_orchestrator_groups_dispatched_again",
+    "Attempts that were not the first of their group.",
+    ["environment"],
+)
+
+groups_cancelled = Counter(
+    "slipstream_orchestrator_groups_cancelled",
+    "Attempts that were given up, by reason.",
+    ["environment", "reason"],
+)
 groups_ended = Counter(
     "slipstream_orchestrator_groups_ended",
     "Groups of training that ended, by outcome (trained, skipped, filtered, failed, aged_out, dropped) and reason.",
@@ -88,6 +112,10 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
         return {phase.value: phases.count(phase) for phase in _PHASES}
 
     groups.read_from(by_state)
+    figures = sequencer.group_figures
+    lags.read_from(lambda: figures.lags(list(machine), machine.sealed_step + 1))
+    oldest_group.read_from(lambda: figures.oldest_s(list(machine)))
+    groups_again.read_from(lambda: figures.again)
     slots_used.read_from(lambda: machine.open_groups)
     slots_limit.read_from(lambda: machine.admission_bound)
     sessions_open.read_from(lambda: sequencer.sessions.open_count)

@@ -26,7 +26,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import BreakerConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.journal import read_journal
-from slipstream.orchestrator.sequencer import unpacked
+from slipstream.orchestrator.replay import unpacked
 
 Make = Callable[..., Any]
 

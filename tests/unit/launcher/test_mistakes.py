@@ -208,7 +208,6 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--trainer.fp8.targets=[\"nope\"]", "--trainer.fp8.targets: the model has no 'nope'; it has down_proj, gate_proj, "),
         ("--trainer.optim.groups=[{pattern=\"nope\"}]", "trainer.optim.groups.0.pattern: 'nope' matches none of the "),
         ("--trainer.optim.groups=[{pattern=\"norm\"}] --trainer.lora.rank=4", "trainer.optim.groups.0.pattern: 'norm' matches none of the "),
-        ("--trainer.checkpoint.interval-steps=5", '--trainer.checkpoint.interval-steps is 5, and with launcher.restart = "never" no trainer resumes from a checkpoint'),
         ("--trainer.nproc=2 --trainer.lora.rank=4", "trainer.lora.publish: several ranks publish merged weights"),
         ("--trainer.nproc=2 --trainer.lora.publish=adapter", "--trainer.lora.publish: several ranks publish merged weights"),
         ("--environments.1.name=spell_backward", "environments: names must differ"),
@@ -231,7 +230,7 @@ def test_settings_that_fit_the_model_pass(tmp_path, monkeypatch, capsys):
     trained = ["--trainer.lora.publish=merged", '--trainer.fp8.targets=["experts"]', "--trainer.probe-tolerance=1"]
     rest = ['--trainer.optim.groups=[{pattern="lora_b"}]', "--trainer.checkpoint.interval-steps=5"]
     with pytest.raises(SystemExit) as caught:
-        main(["rl", "@", "base.toml", *shared, *trained, *rest, "--launcher.restart=on_failure", "--dry-run"])
+        main(["rl", "@", "base.toml", *shared, *trained, *rest, "--dry-run"])
     assert caught.value.code == 0, capsys.readouterr().err
 
 

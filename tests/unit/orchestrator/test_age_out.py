@@ -103,7 +103,7 @@ def test_beyond_the_bound_mask_trains_the_young_tokens_of_every_group(make: Make
 
 def every_plan(run: VirtualRun) -> list[tuple[int, Any]]:
     from slipstream.orchestrator.journal import read_journal
-    from slipstream.orchestrator.sequencer import unpacked
+    from slipstream.orchestrator.replay import unpacked
 
     sealed = [record for record in read_journal(run.journal.path).records if record["kind"] == "sealed"]
     return [(record["step"], unpacked(record["plans"][0])) for record in sealed]

@@ -80,7 +80,6 @@ def test_every_sample_of_a_rollout_trains_on_what_was_drawn_for_it_with_its_adva
         advantages=advantages,
         micro_batch_tokens=64,
         data_ranks=1,
-        total_steps=9,
     )
     group = sealer.judge(ASSIGNMENT, records)
     assert group is not None

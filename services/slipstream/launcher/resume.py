@@ -1,0 +1,66 @@
+"""`slipstream rl --resume RUN`: whether a run can go on, and what must be so before it does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from slipstream.common.config import ConfigError
+from slipstream.common.config_files import read_toml
+from slipstream.common.errors import JournalCorrupt
+from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.ports import bindable, port_of, read_endpoints
+from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
+from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.resume import FINAL
+
+USAGE = "usage: slipstream rl --resume RUN"
+PORTS_TIMEOUT_S = 10.0
+"""How long the processes of a killed run may take to let go of their ports."""
+
+
+def find_resumable(arguments: list[str]) -> RunDir:
+    """The run to go on with. Raises `ConfigError` or `RunDirError` with the reason why it cannot."""
+    if len(arguments) != 2 or arguments[0] != "--resume" or arguments[1].startswith("-"):
+        raise ConfigError(f"{USAGE}; the run goes on with the configuration that it began with")
+    run = find_services_run(arguments[1])
+    if launcher_pid(run) is not None:
+        raise RunDirError(f"{run.name} is running")
+    checkpoint = read_toml(run.config_file).get("trainer", {}).get("checkpoint", {})
+    if not checkpoint.get("interval_steps"):
+        raise RunDirError(
+            f"{run.name} writes no checkpoints (trainer.checkpoint.interval_steps is 0), so that there are no weights "
+            "to go on from: start a new run"
+        )
+    journal = run.path / "journal" / "journal.jsonl"
+    if not journal.exists():
+        raise RunDirError(f"{run.name} never came to begin: it has no journal; start a new run")
+    try:
+        records = read_journal(journal).records
+    except JournalCorrupt as error:
+        raise RunDirError(f"{run.name} cannot go on: {error.message}") from None
+    ends = [record for record in records if record["kind"] in ("run_ended", "resumed")]
+    if ends and ends[-1]["kind"] == "run_ended" and ends[-1]["state"] in FINAL:
+        raise RunDirError(f"{run.name} has ended for good: {ends[-1]['reason']}; its report is in {shown(run.path)}")
+    return run
+
+
+def make_ready(run: RunDir) -> None:
+    """Wait until every address of the run is free, and take away what nobody is to be served any more.
+
+    Rows of steps that are trained once more are known by their runner's address. Versions of the dead incarnation are
+    not: the engines wait for what the restored trainer publishes.
+    """
+    deadline_s = time.monotonic() + PORTS_TIMEOUT_S
+    for replica, address in _endpoints(run.endpoints_file).items():
+        while not bindable(port_of(address)):
+            if time.monotonic() > deadline_s:
+                raise RunDirError(f"{address} is taken, which is the address of {replica}: end what listens there")
+            time.sleep(0.1)
+    for version in (run.path / "versions").glob("*"):
+        shutil.rmtree(version, ignore_errors=True)
+
+
+def _endpoints(path: Path) -> dict[str, str]:
+    return read_endpoints(path) if path.exists() else {}

@@ -1,0 +1,264 @@
+"""From the records of a journal to where its run stood when they end. Pure: no clock, no I/O.
+
+| record | says |
+|---|---|
+| run, resumed | a process began: the first of the run, another one |
+| serving | groups are dispatched at this version from now on |
+| acquired | a runner has this attempt, dispatched at this version |
+| reported | the attempt is ready to be trained |
+| reopened | a new process of the orchestrator waits for that report once more |
+| lost | its runner is gone, or gave it back: the position waits for another attempt |
+| regenerated | it grew too old: the position waits for another attempt |
+| ended | the position has come to an end without being trained |
+| sealed | these positions are the step's, with its plans, one a data rank, and the figures of its record |
+| trained, skipped | the step was taken, and its positions have ended; with the totals of the run so far |
+| restored | a trainer that was restored after this step takes over as this incarnation |
+| retrained | it has taken this step once more |
+| checkpoint | the newest checkpoint is of this step |
+| evaluating, evaluated | an evaluation began, and what it found |
+| run_ended | the run is over |
+
+Numbers of attempts go on where they stopped, whatever became of the one before: no two share a name.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.algorithms.staleness import Group, Outcome, Phase
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.common.errors import JournalCorrupt
+from slipstream.common.version import UNSET, PolicyVersion
+from slipstream.orchestrator.assignments import group_id_of
+from slipstream.orchestrator.run_state import AccuracyResult
+from slipstream.orchestrator.sealer import SealedPlan
+
+Record = Mapping[str, Any]
+
+KEPT_STEPS = 2
+"""Plans of covered steps that are kept for a repeat of GetPlan, which is possible only shortly after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Where the latest attempt at a position went."""
+
+    version: PolicyVersion
+    runner_id: str
+    sessions: bool = False
+    """Its members are sessions of an outside agent, which end with the process that opened them."""
+
+
+@dataclass(slots=True)
+class History:
+    """Where a run stood."""
+
+    environment_of: Callable[[int], str]
+    run_id: str = ""
+    seed: int = 0
+    ended: str = ""
+    """"finished", "failed" or "stopped"; empty while the run goes on."""
+    reason: str = ""
+    """Why it ended."""
+    serving: PolicyVersion = UNSET
+    incarnation: int = 1
+    retrained: PolicyVersion = UNSET
+    sealed_step: int = 0
+    trained_step: int = 0
+    next_position: int = 0
+    checkpoint_step: int | None = None
+    released_step: int = 0
+    groups: dict[int, Group] = field(default_factory=dict[int, Group])
+    """Those that have not ended."""
+    dispatches: dict[int, Dispatch] = field(default_factory=dict[int, Dispatch])
+    """Of `groups`."""
+    outcomes: Counter[Outcome] = field(default_factory=Counter[Outcome])
+    sealed: dict[int, Record] = field(default_factory=dict[int, Record])
+    """By step: those of which the plans may be asked for again."""
+    accuracies: dict[str, list[AccuracyResult]] = field(default_factory=dict[str, list[AccuracyResult]])
+    """By evaluation: those that are done."""
+    evaluation_starts: Counter[str] = field(default_factory=Counter[str])
+    totals: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def plan(self, step: int) -> SealedPlan:
+        """The plan of a sealed step that is kept."""
+        record = self.sealed[step]
+        plans = [unpacked(text) for text in record["plans"]]
+        sequences = [each for plan in plans for batch in plan.micro_batches for each in batch.sequences]
+        rows = [ref for each in sequences for ref in (each.token_ids, each.logprobs, *each.routes)]
+        attempts = frozenset(zip(map(group_id_of, record["positions"]), record["attempts"], strict=True))
+        return SealedPlan(step, plans, record["figures"], rows, attempts)
+
+    # ---- one record
+
+    def take(self, record: Record) -> None:
+        """Take in the next record; one of a kind that is not known says nothing here."""
+        handle = _KINDS.get(record["kind"])
+        if handle is None:
+            return
+        try:
+            handle(self, record)
+        except (KeyError, ValueError) as error:
+            number, kind = record.get("n"), record["kind"]
+            raise JournalCorrupt(
+                f"record {number} of the journal, {kind!r}, does not follow from those before it: {error}",
+                record=number,
+            ) from None
+
+    def _run(self, record: Record) -> None:
+        self.run_id, self.seed = record["run_id"], record["seed"]
+
+    def _resumed(self, record: Record) -> None:
+        if self.ended == "failed":
+            self.ended = self.reason = ""
+
+    def _run_ended(self, record: Record) -> None:
+        self.ended, self.reason = record["state"], record["reason"]
+
+    def _serving(self, record: Record) -> None:
+        self.serving = PolicyVersion.parse(record["version"])
+
+    def _acquired(self, record: Record) -> None:
+        position, version = record["position"], PolicyVersion.parse(record["version"])
+        self._reach(position)
+        group = self._open(position)
+        if record["attempt"] != group.attempt + 1 or group.phase not in (Phase.WAITING, Phase.PARKED):
+            raise ValueError(f"attempt {record['attempt']} comes after {group.attempt}, which is {group.phase}")
+        group.attempt = record["attempt"]
+        group.phase, group.dispatch_step = Phase.RUNNING, version.step
+        self.dispatches[position] = Dispatch(version, record["runner"], record.get("sessions", False))
+
+    def _reported(self, record: Record) -> None:
+        self._attempt(record).phase = Phase.SCORED
+
+    def _reopened(self, record: Record) -> None:
+        self._attempt(record).phase = Phase.RUNNING
+
+    def _lost(self, record: Record) -> None:
+        group = self._attempt(record)
+        group.phase = Phase.WAITING
+        group.losses += record["counted"]
+
+    def _regenerated(self, record: Record) -> None:
+        group = self._attempt(record)
+        group.phase = Phase.WAITING
+        group.regenerations += 1
+
+    def _ended(self, record: Record) -> None:
+        self._reach(record["position"])
+        self._end(self._attempt(record), Outcome(record["outcome"]))
+
+    def _sealed(self, record: Record) -> None:
+        step = record["step"]
+        if step != self.sealed_step + 1:
+            raise ValueError(f"step {self.sealed_step} was sealed last")
+        for position, attempt in zip(record["positions"], record["attempts"], strict=True):
+            group = self._attempt({"position": position, "attempt": attempt})
+            group.phase, group.sealed_step = Phase.SEALED, step
+        self.sealed_step = step
+        self.sealed[step] = record
+
+    def _trained(self, record: Record) -> None:
+        step = record["step"]
+        if step != self.trained_step + 1 or step > self.sealed_step:
+            raise ValueError(f"step {self.trained_step} was trained last, and {self.sealed_step} sealed")
+        for group in [group for group in self.groups.values() if group.sealed_step == step]:
+            self._end(group, Outcome(record["kind"]))
+        self.trained_step = step
+        self.totals = record["totals"]
+        self._let_go()
+
+    def _restored(self, record: Record) -> None:
+        self.incarnation = record["incarnation"]
+
+    def _retrained(self, record: Record) -> None:
+        self.retrained = PolicyVersion(record["incarnation"], record["step"])
+
+    def _checkpoint(self, record: Record) -> None:
+        self.checkpoint_step = record["step"]
+        self._let_go()
+
+    def _evaluating(self, record: Record) -> None:
+        self.evaluation_starts[record["name"]] += 1
+
+    def _evaluated(self, record: Record) -> None:
+        name, step = record["name"], record["step"]
+        self.accuracies[name] = [
+            AccuracyResult(name, environment, accuracy, count, step)
+            for environment, accuracy, count in record["results"]
+        ]
+
+    # ---- inside
+
+    def _reach(self, position: int) -> None:
+        """Positions that were passed by on the way, as their environment was backed off, are parked."""
+        for passed in range(self.next_position, position + 1):
+            self.groups[passed] = Group(passed, self.environment_of(passed), Phase.PARKED)
+        self.next_position = max(self.next_position, position + 1)
+
+    def _open(self, position: int) -> Group:
+        if position not in self.groups:
+            raise ValueError(f"position {position} has ended")
+        return self.groups[position]
+
+    def _attempt(self, record: Record) -> Group:
+        group = self._open(record["position"])
+        if group.attempt != record["attempt"] or group.phase is Phase.SEALED:
+            raise ValueError(f"attempt {record['attempt']} at position {record['position']} is not open")
+        return group
+
+    def _end(self, group: Group, outcome: Outcome) -> None:
+        self.outcomes[outcome] += 1
+        del self.groups[group.position]
+        self.dispatches.pop(group.position, None)
+
+    def _let_go(self) -> None:
+        covered = self.trained_step if self.checkpoint_step is None else min(self.trained_step, self.checkpoint_step)
+        self.released_step = max(self.released_step, covered)
+        for step in [step for step in self.sealed if step < self.released_step - KEPT_STEPS]:
+            del self.sealed[step]
+
+
+_KINDS: dict[str, Callable[[History, Record], None]] = {
+    "run": History._run,
+    "resumed": History._resumed,
+    "run_ended": History._run_ended,
+    "serving": History._serving,
+    "acquired": History._acquired,
+    "reported": History._reported,
+    "reopened": History._reopened,
+    "lost": History._lost,
+    "regenerated": History._regenerated,
+    "ended": History._ended,
+    "sealed": History._sealed,
+    "trained": History._trained,
+    "skipped": History._trained,
+    "restored": History._restored,
+    "retrained": History._retrained,
+    "checkpoint": History._checkpoint,
+    "evaluating": History._evaluating,
+    "evaluated": History._evaluated,
+}
+
+
+def replay(records: Iterable[Record], environment_of: Callable[[int], str]) -> History:
+    """What all records say; raises `JournalCorrupt` where one cannot follow from those before it."""
+    history = History(environment_of)
+    for record in records:
+        history.take(record)
+    return history
+
+
+def packed(plan: batch_pb2.Plan) -> str:
+    """Return a plan as the journal keeps it."""
+    return base64.b64encode(zlib.compress(plan.SerializeToString(), 1)).decode()
+
+
+def unpacked(text: str) -> batch_pb2.Plan:
+    """Return a plan from the journal."""
+    return batch_pb2.Plan.FromString(zlib.decompress(base64.b64decode(text)))

@@ -1,0 +1,58 @@
+"""A run whose orchestrator is killed, or all of it, goes on from its journal and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from run_process import RunProcess
+
+from slipstream.launcher.session import ASKED_TO_STOP
+from slipstream.orchestrator.journal_check import main
+
+pytestmark = pytest.mark.timeout(240, func_only=False)
+
+OPTIONS = ("--trainer.checkpoint.interval-steps", "2", "--launcher.restart", "on_failure")
+
+
+def finished_once(run: RunProcess, step_count: int) -> None:
+    """The run came to its end, and kept its promise on the way."""
+    assert main([str(run.path)]) == 0, run.output
+    steps = {record["step"] for record in run.metrics("step")}
+    assert steps == set(range(1, step_count + 1))
+    ended = [record for record in run.journal() if record["kind"] == "run_ended"]
+    assert [record["state"] for record in ended] == ["finished"]
+    assert (run.path / "checkpoints" / "final" / "model.safetensors").exists()
+    assert run.left_after(5.0) == []
+
+
+def test_a_killed_orchestrator_goes_on_from_its_journal(launch):
+    run = launch("run", "--orchestrator.total-steps", "8", *OPTIONS)
+    for kills, step in enumerate((2, 5), start=1):
+        run.wait_step(step)
+        os.kill(run.pid("orchestrator"), signal.SIGKILL)
+        run.wait_until(lambda kills=kills: len(run.metrics("resumed")) == kills)
+    assert run.end(120.0) == 0, run.output
+    finished_once(run, 8)
+    assert [record["step"] for record in run.journal() if record["kind"] == "trained"] == list(range(1, 9))
+    assert not run.metrics("retrained"), "the trainer lived on"
+
+
+def test_a_run_that_was_killed_whole_and_then_stopped_goes_on_to_its_end(launch):
+    run = launch("run", "--orchestrator.total-steps", "14", *OPTIONS)
+    run.wait_step(3)
+    run.processes()
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.left_after(10.0) == [], "what belongs to a run dies with its launcher"
+    again = launch("run", resume=True)
+    again.wait_until(lambda: again.metrics("restored"))
+    os.kill(again.process.pid, ASKED_TO_STOP)
+    assert again.end(40.0) == 0, again.output
+    last = launch("run", resume=True)
+    assert last.end(120.0) == 0, last.output
+    finished_once(last, 14)
+    assert [record["incarnation"] for record in last.metrics("restored")] == [2, 3]
+    refused = last.slipstream("rl", "--resume", "run")
+    assert refused.returncode == 2
+    assert "has ended for good" in refused.stderr

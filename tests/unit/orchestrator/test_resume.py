@@ -1,0 +1,111 @@
+"""What a process of the orchestrator makes of the journal that it finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.common.config import ConfigError
+from slipstream.common.errors import JournalCorrupt
+from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
+from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.replay import History
+from slipstream.orchestrator.resume import earlier_history
+
+
+@pytest.fixture
+def found(make_config: Callable[..., OrchestratorConfig], tmp_path: Path) -> Callable[..., History | None]:
+    """What is made of a journal with these records, by a run with seed 0."""
+
+    def find(*records: dict[str, Any], first: int = 0) -> History | None:
+        config = make_config(
+            OrchestratorConfig,
+            environments=[EnvironmentConfig(name="words")],
+            workers=[WorkerConfig(replica="decode-1", role="decode", address="127.0.0.1:1")],
+            broadcaster="127.0.0.1:2",
+        )
+        path = tmp_path / "journal" / "journal.jsonl"
+        journal = Journal(path)
+        for record in records:
+            journal.append(**record)
+        journal.close()
+        if first:
+            path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[first:]))
+        journal = Journal(path)
+        try:
+            return earlier_history(journal, config)
+        finally:
+            journal.close()
+
+    return find
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> dict[str, Any]:
+    return {"kind": "run", "run_id": tmp_path.name, "seed": 0}
+
+
+SERVED = {"kind": "serving", "version": "1.0"}
+ACQUIRED = {"kind": "acquired", "position": 0, "attempt": 1, "version": "1.0", "runner": "runner-1"}
+
+
+def test_an_empty_journal_is_that_of_a_run_that_begins(found) -> None:
+    assert found() is None
+
+
+def test_evaluations_that_are_done_are_known_and_the_beginnings_of_others_counted(found, run) -> None:
+    begun, ended = {"kind": "evaluating", "name": "before"}, {"kind": "evaluated", "name": "before", "step": 0}
+    history = found(
+        run, begun, begun, {**ended, "results": [["words", 0.5, 4]]}, {"kind": "evaluating", "name": "step-2"}
+    )
+    assert [(r.environment, r.accuracy, r.problem_count, r.step) for r in history.accuracies["before"]] == [
+        ("words", 0.5, 4, 0)
+    ]
+    assert history.evaluation_starts == Counter({"before": 2, "step-2": 1})
+
+
+def test_a_run_that_failed_may_go_on_and_one_that_finished_has_ended(found, run) -> None:
+    end = {"kind": "run_ended", "reason": "no runner reported for 20 s"}
+    assert found(run, {**end, "state": "failed"}).ended == "failed"
+    resumed = {**run, "kind": "resumed"}
+    assert found(resumed).ended == ""
+    history = found({**end, "state": "finished"}, resumed)
+    assert (history.ended, history.reason) == ("finished", "no runner reported for 20 s")
+
+
+def test_the_sessions_of_an_outside_agent_are_known_for_such(found, run) -> None:
+    history = found(run, SERVED, {**ACQUIRED, "sessions": True}, {**ACQUIRED, "position": 1})
+    assert [history.dispatches[position].sessions for position in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (ACQUIRED, "attempt 1 comes after 1, which is running"),
+        ({"kind": "reported", "position": 0, "attempt": 2}, "attempt 2 at position 0 is not open"),
+        ({"kind": "lost", "position": 1, "attempt": 1, "counted": True}, "position 1 has ended"),
+        ({"kind": "ended", "position": 0, "attempt": 1, "outcome": "eaten"}, "'eaten' is not a valid Outcome"),
+        ({"kind": "sealed", "step": 2, "positions": [0], "attempts": [1]}, "step 0 was sealed last"),
+        ({"kind": "trained", "step": 1, "totals": {}}, "step 0 was trained last, and 0 sealed"),
+        ({"kind": "lost", "position": 0}, "'attempt'"),
+    ],
+)
+def test_a_record_that_cannot_follow_is_named(found, run, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(JournalCorrupt, match=r"record 3 of the journal, .* does not follow") as caught:
+        found(run, SERVED, ACQUIRED, record)
+    assert caught.value.message.endswith(says)
+    assert "journal.jsonl: " in caught.value.message
+
+
+def test_the_journal_of_another_run_is_refused(found, run) -> None:
+    with pytest.raises(ConfigError, match="is the journal of run other with seed 0: take another directory"):
+        found({**run, "run_id": "other"})
+
+
+def test_a_journal_without_its_beginning_is_refused(found, run) -> None:
+    with pytest.raises(ConfigError, match="begins with record 1: what came before was dropped"):
+        found(run, SERVED, ACQUIRED, first=1)
