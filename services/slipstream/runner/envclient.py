@@ -283,6 +283,10 @@ class EnvironmentWorker:
                 future = self._waiting.get(reply["id"])
                 if future is not None and not future.done():
                     future.set_result(reply)
+        except asyncio.CancelledError:
+            for future in self._waiting.values():
+                future.cancel()  # this process ends, and what it was at did not fail: the next one takes it up
+            raise
         except ConnectionError:
             log.info("environment_worker_connection_broke")
         except ValueError as error:  # a line that is too long, or none of ours: environment code wrote it

@@ -20,6 +20,7 @@ from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTi
 from slipstream.runner import telemetry
 from slipstream.runner.envclient import EnvironmentWorker, OpenEpisode, ScoredSample, TaskKey, TurnPrompt
 from slipstream.runner.rollout import STOP, Rollout
+from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import Conversation, TurnClient
 
 log = structlog.get_logger()
@@ -65,10 +66,10 @@ class EpisodeGroup:
         assignment: runner_pb2.GroupAssignment,
         task: TaskKey,
         deadline_s: float,
-        taken_up: int = 0,
+        turn_log: TurnLog,
     ) -> None:
-        """`deadline_s`: in `time.monotonic()` terms. `taken_up`: how often it was begun before."""
-        self._taken_up = taken_up
+        """`deadline_s`: in `time.monotonic()` terms. `turn_log`: where turns that end are kept."""
+        self._turn_log = turn_log
         self._environments = environments
         self._turns = turns
         self._assignment = assignment
@@ -90,7 +91,7 @@ class EpisodeGroup:
             self._deadline_s = min(self._deadline_s, time.monotonic() + opened.timeout_s)
         if not self._assignment.sampling.stop_token_ids:
             self._assignment.sampling.stop_token_ids.extend(opened.stop_token_ids)
-        self._conversation = self._turns.begin_apart(self._assignment, self._taken_up)
+        self._conversation = self._turns.begin_apart(self._assignment, self._turn_log)
         members = [Member(index) for index in range(count)]
         alike: dict[tuple[tuple[int, ...], int], list[tuple[Member, OpenEpisode]]] = {}
         for member, episode in zip(members, opened.members, strict=True):

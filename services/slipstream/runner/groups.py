@@ -19,6 +19,7 @@ from slipstream.runner.records import Finished, Recorder, add_answers
 from slipstream.runner.rollout import STOP
 from slipstream.runner.rollout_record import records_of
 from slipstream.runner.spool import Rows, Spool
+from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.unfinished import Unfinished
 
@@ -64,14 +65,14 @@ class GroupRunner:
         )
         if not assignment.sampling.stop_token_ids:
             assignment.sampling.stop_token_ids.extend(prompt.stop_token_ids)
-        taken_up = unfinished.resumed_count if unfinished else 0
+        turn_log = TurnLog(self._spool, attempt_name(assignment), unfinished)
         rows: dict[str, Rows] = {}
         group: list[Finished] = []
         if unfinished is not None:
-            telemetry.groups_taken_up.labels("started_over").inc()
+            telemetry.groups_taken_up.labels("resumed" if unfinished.turns else "started_over").inc()
         try:
             play = self._play_turns if prompt.takes_turns else self._play
-            group, executions = await play(assignment, prompt, deadline_s, report, taken_up)
+            group, executions = await play(assignment, prompt, deadline_s, report, turn_log)
         except SlipstreamError as error:
             report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
             report.reason, report.detail = error.reason, error.message[:4096]
@@ -100,10 +101,10 @@ class GroupRunner:
         prompt: RenderedPrompt,
         deadline_s: float,
         report: runner_pb2.GroupReport,
-        taken_up: int,
+        turn_log: TurnLog,
     ) -> tuple[list[Finished], int]:
         """One turn for all, judged together; also how many sandbox executions that took."""
-        conversation = self._turns.begin(assignment, prompt.token_ids, taken_up)
+        conversation = self._turns.begin(assignment, prompt.token_ids, turn_log)
         ended = False
         try:
             await conversation.answer(deadline_s)
@@ -125,10 +126,10 @@ class GroupRunner:
         prompt: RenderedPrompt,
         deadline_s: float,
         report: runner_pb2.GroupReport,
-        taken_up: int,
+        turn_log: TurnLog,
     ) -> tuple[list[Finished], int]:
         """An episode for each member. Those that failed are named in the report; raises what the first did if all."""
-        episodes = EpisodeGroup(self._environments, self._turns, assignment, task_of(assignment), deadline_s, taken_up)
+        episodes = EpisodeGroup(self._environments, self._turns, assignment, task_of(assignment), deadline_s, turn_log)
         finished: list[Finished] = []
         failures: list[SlipstreamError] = []
         for member in await episodes.run():

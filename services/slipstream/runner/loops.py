@@ -164,12 +164,15 @@ class RunnerLoops:
     async def _take_up(self) -> None:
         """Go on with what an earlier process of this runner was at, as far as nobody else has it by now."""
         assert self._group_tasks is not None
-        for unfinished in self._spool.unfinished:
+        for unfinished in self._spool.unfinished[self._max_running :]:
+            self._spool.drop(unfinished.name)  # fewer may run at once than before: others get these
+        left = self._spool.unfinished[: self._max_running]
+        for unfinished in left:
             assignment = unfinished.assignment
             await self._slots.acquire()
             self._running[assignment.group_id, assignment.attempt] = Running(assignment, unfinished)
         await self.taking_up.registered.wait()
-        for unfinished in self._spool.unfinished:
+        for unfinished in left:
             self._group_tasks.create_task(self._render_and_run([unfinished.assignment]))
 
     async def _start(self, assignments: list[runner_pb2.GroupAssignment]) -> None:

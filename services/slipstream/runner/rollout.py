@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.api.inference.v1 import decode_pb2
+from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
 from slipstream.runner.rollout_record import Timings
@@ -98,7 +99,9 @@ class Rollout:
         """The next request records rows from here on: those before are referred to, or given up."""
         self.turn_limit_tokens: int | None = None
         """What the current turn may sample at most, where that is less than the group's `max_new_tokens`."""
-        self._turn_start = len(prompt_token_ids)
+        self.turn_start = len(prompt_token_ids)
+        """Position of the current turn's first sampled token."""
+        self._turn_routes = 0
         self._unrouted: list[types_pb2.VersionSpan] = []
         """Of tokens from `first_route_position` on whose rows nobody has: they stayed with a stream that broke off."""
         self._route_counts: dict[int, int] = {}
@@ -114,17 +117,18 @@ class Rollout:
         if token_count in self._route_counts:
             other.routes = self.routes[: self._route_counts[token_count]]
             other.first_route_position = token_count - 1
+            other._turn_routes = len(other.routes)
         return other
 
     @property
     def answer(self) -> list[int]:
         """Tokens of the current turn so far."""
-        return self.token_ids[self._turn_start :]
+        return self.token_ids[self.turn_start :]
 
     def tokens_left(self, max_new_tokens: int) -> int:
         """How many the current turn may still sample."""
         limit = max_new_tokens if self.turn_limit_tokens is None else min(max_new_tokens, self.turn_limit_tokens)
-        return limit - (len(self.token_ids) - self._turn_start)
+        return limit - (len(self.token_ids) - self.turn_start)
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Begin the next turn: tokens that the environment says, which nobody sampled."""
@@ -132,18 +136,41 @@ class Rollout:
             raise ValueError("the turn before has not ended")
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
-        self._turn_start, self.finish_reason = len(self.token_ids), UNFINISHED
+        self.turn_start, self.finish_reason = len(self.token_ids), UNFINISHED
+        self._turn_routes = len(self.routes)
+
+    def ended_turn(self) -> runner_pb2.RolloutRecord:
+        """What `recall` brings the current turn, which has ended, to its end with."""
+        return runner_pb2.RolloutRecord(
+            answer=runner_pb2.Answer(token_ids=self.answer, logprobs=self.logprobs[self.turn_start :]),
+            spans=_last(self.spans, len(self.answer)),
+            routes=self.routes[self._turn_routes :],
+            finish_reason=self.finish_reason,
+            cached_token_count=self.cached_token_count,
+            prefix_query_token_count=self.prefix_query_token_count,
+        )
+
+    def recall(self, turn: runner_pb2.RolloutRecord) -> None:
+        """Bring the current turn, of which nothing is sampled, to the end that it had in an earlier process."""
+        self._append(Segment(list(turn.answer.token_ids), list(turn.answer.logprobs), list(turn.spans)))
+        for ref in turn.routes:
+            self._refer(ref)
+        self.finish_reason = turn.finish_reason
+        self.cached_token_count = turn.cached_token_count
+        self.prefix_query_token_count = turn.prefix_query_token_count
+        self.first_route_position, self._unrouted = len(self.token_ids) - 1, []
+        self._route_counts[len(self.token_ids)] = len(self.routes)
 
     def forget_turn(self) -> None:
         """Drop the current turn, and what was heard before it: it came to no end that anybody was shown."""
         end = self.sampled[-1][1] if self.sampled else self.prompt_token_count
-        if self.sampled and end > self._turn_start:
-            dropped = end - self._turn_start
+        if self.sampled and end > self.turn_start:
+            dropped = end - self.turn_start
             self.spans = _first(self.spans, _count(self.spans) - dropped)
             self.sampled.pop()
             end = self.sampled[-1][1] if self.sampled else self.prompt_token_count
         del self.token_ids[end:], self.logprobs[end:]
-        self._turn_start = self.sampled[-1][0] if self.sampled else end
+        self.turn_start = self.sampled[-1][0] if self.sampled else end
         self.finish_reason = STOP if self.sampled else UNFINISHED
         self.first_route_position, self._unrouted = len(self.token_ids) - 1, []
 
@@ -179,7 +206,7 @@ class Rollout:
         """Whether the turn is over, be it that only the news of that was lost."""
         if segment.finish_reason in (STOP, LENGTH):
             self.finish_reason = segment.finish_reason
-        elif len(self.token_ids) > self._turn_start and self.token_ids[-1] in sampling.stop_token_ids:
+        elif len(self.token_ids) > self.turn_start and self.token_ids[-1] in sampling.stop_token_ids:
             self.finish_reason = STOP
         elif self.tokens_left(sampling.max_new_tokens) <= 0:
             self.finish_reason = LENGTH
@@ -220,6 +247,12 @@ def _first(spans: Sequence[types_pb2.VersionSpan], token_count: int) -> list[typ
             kept.append(_span(span, count))
             token_count -= count
     return kept
+
+
+def _last(spans: Sequence[types_pb2.VersionSpan], token_count: int) -> list[types_pb2.VersionSpan]:
+    """The spans of the last tokens."""
+    kept = _first(list(reversed(spans)), token_count)
+    return kept[::-1]
 
 
 def _same_weights(spans: Sequence[types_pb2.VersionSpan]) -> bool:

@@ -42,6 +42,9 @@ samples_begun = Counter(
 )
 sessions_open = Reading("gauge", "slipstream_runner_sessions_open", "Sessions of outside agents that are open here.")
 session_turns = Counter("slipstream_runner_session_turns", "Turns of sessions that came to their end.")
+turns_recalled = Counter(
+    "slipstream_runner_turns_recalled", "Turns that an earlier process of this runner had sampled, and kept."
+)
 turns = Counter("slipstream_runner_turns", "Requests for model turns that ended, by outcome.", ["outcome"])
 kept_tokens = Counter(
     "slipstream_runner_kept_tokens", "Sampled tokens of turns that broke off, which went on from them."

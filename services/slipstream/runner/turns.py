@@ -23,6 +23,7 @@ from slipstream.runner import telemetry
 from slipstream.runner.attempt import Inference, TurnAttempt, Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout
+from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.watch import WorkerWatch
 
 log = structlog.get_logger()
@@ -54,17 +55,20 @@ class TurnClient:
         self._inference = Inference(peers, watch, block_size_tokens, prefill_timeout_s)
 
     def begin(
-        self, assignment: runner_pb2.GroupAssignment, prompt_token_ids: Sequence[int], taken_up: int = 0
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        prompt_token_ids: Sequence[int],
+        turn_log: TurnLog | None = None,
     ) -> Conversation:
-        """The rollouts of an attempt at a group, before their first turn. `taken_up`: how often it was begun before."""
-        conversation = self.begin_apart(assignment, taken_up)
+        """The rollouts of an attempt at a group, before their first turn. `turn_log`: where turns that end are kept."""
+        conversation = self.begin_apart(assignment, turn_log)
         for index in range(assignment.sample_count):
             conversation.add(index, Rollout(prompt_token_ids))
         return conversation
 
-    def begin_apart(self, assignment: runner_pb2.GroupAssignment, taken_up: int = 0) -> Conversation:
+    def begin_apart(self, assignment: runner_pb2.GroupAssignment, turn_log: TurnLog | None = None) -> Conversation:
         """An attempt at a group whose rollouts are yet to be added."""
-        return Conversation(self._inference, assignment, taken_up)
+        return Conversation(self._inference, assignment, turn_log)
 
     def release_routes(self, rollouts: Iterable[Rollout]) -> None:
         """Nobody will train on these."""
@@ -83,8 +87,11 @@ class Conversation:
     rollout has from earlier turns move no second time. Whoever gives a conversation up releases its routes.
     """
 
-    def __init__(self, inference: Inference, assignment: runner_pb2.GroupAssignment, taken_up: int = 0) -> None:
-        self._taken_up = f"r{taken_up}" if taken_up else ""
+    def __init__(
+        self, inference: Inference, assignment: runner_pb2.GroupAssignment, turn_log: TurnLog | None = None
+    ) -> None:
+        self._turn_log = turn_log
+        self._taken_up = f"r{turn_log.taken_up}" if turn_log is not None and turn_log.taken_up else ""
         self._inference = inference
         self._assignment = assignment
         self._request_count = 0
@@ -113,14 +120,20 @@ class Conversation:
 
     async def sample(self, indexes: Sequence[int], deadline_s: float, wish: Wish | None = None) -> None:
         """A turn of rollouts that have the same tokens, in one request. Otherwise as `answer`."""
-        if wish is None:
-            return await self._sample(indexes, deadline_s, ())
-        self._wishes |= dict.fromkeys(indexes, wish)
+        if wish is not None:
+            self._wishes |= dict.fromkeys(indexes, wish)
+        turn_log = self._turn_log
+        asked = [i for i in indexes if turn_log is None or not turn_log.recall(i, self._rollouts[i])]
         try:
-            await self._sample(indexes, deadline_s, ())
+            if asked:
+                await self._sample(asked, deadline_s, ())
         finally:
-            for index in indexes:
-                del self._wishes[index]
+            if wish is not None:
+                for index in indexes:
+                    del self._wishes[index]
+        if turn_log is not None:
+            for index in asked:
+                turn_log.keep(index, self._rollouts[index])
 
     async def reply(self, index: int, token_ids: Sequence[int], deadline_s: float) -> None:
         """The next turn of one rollout, after tokens that nobody sampled. Otherwise as `answer`."""

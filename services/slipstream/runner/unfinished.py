@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.runner import spool_file
 from slipstream.runner.spool_file import Scan
+
+TurnKey = tuple[int, int, int]
+"""Of the rollouts of a group the index, the position where the turn begins, and the CRC-32 of all tokens before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class Unfinished:
     """On the machine's monotonic clock, which all its processes share until it starts again."""
     resumed_count: int
     """How often it was taken up, this time included: the requests of each time have names of their own."""
+    turns: Mapping[TurnKey, bytes]
+    """Those that had ended, each a `RolloutRecord`."""
 
     @property
     def elapsed_s(self) -> float:
@@ -32,16 +38,25 @@ class Unfinished:
 def read_unfinished(path: Path, found: Scan) -> Unfinished | None:
     """What a file of turns says; None where its beginning is gone. Raises `OSError`."""
     first = found.records[0] if found.records else None
-    if first is None or first.meta.get("kind") != "assignment":
+    if first is None or first.meta["kind"] != "assignment":
         return None
+    turns: dict[TurnKey, bytes] = {}
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = spool_file.read(descriptor, first)
+        assignment = spool_file.read(descriptor, first)
+        for record in found.records[1:]:
+            meta = record.meta
+            # One that is damaged is sampled again, and what follows it: its answer is part of all later prompts.
+            if meta["kind"] == "turn" and (data := spool_file.read(descriptor, record)) is not None:
+                turns[meta["index"], meta["start"], meta["crc32"]] = data
     finally:
         os.close(descriptor)
-    if data is None:
+    if assignment is None:
         return None
-    resumed = 1 + sum(record.meta.get("kind") == "resumed" for record in found.records)
     return Unfinished(
-        first.meta["name"], runner_pb2.GroupAssignment.FromString(data), float(first.meta["monotonic_s"]), resumed
+        first.meta["name"],
+        runner_pb2.GroupAssignment.FromString(assignment),
+        float(first.meta["monotonic_s"]),
+        1 + sum(record.meta["kind"] == "resumed" for record in found.records),
+        turns,
     )

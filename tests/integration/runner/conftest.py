@@ -151,6 +151,8 @@ class FakeWorker(
         """What it answers to a prompt, before the end token."""
         self.tokens_a_message = 0
         """Of a streamed answer; 0 sends it whole. Each but the first waits for `gate`."""
+        self.gate_from = 0
+        """The first so many requests pass it."""
         self.abort_s = 0.0
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
@@ -177,7 +179,8 @@ class FakeWorker(
             async for part in self._parts(request):
                 yield part
             return
-        await self.gate.wait()
+        if len(self.decodes) > self.gate_from:
+            await self.gate.wait()
         response = decode_pb2.DecodeResponse(chunks=[self._chunk(request, i) for i in range(len(request.sample_ids))])
         if not request.HasField("kv"):
             response.prompt_routes.CopyFrom(self._routes(f"d/{request.request_id}"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from slipstream.common.sandbox_client import SandboxLimits
@@ -21,6 +23,7 @@ class Counting:
     def __init__(self, config: ImportedConfig, seed: int) -> None:
         self.name = config.name
         self._behaviour = config.options.get("behaviour", "")
+        self._file = Path(config.options.get("file", ""))
 
     def task(self, split: Split, index: int) -> Task:
         return Task(split, index)
@@ -45,6 +48,9 @@ class Counting:
                 os._exit(3)
             case "hangs":
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
+            case "waits":
+                while not self._file.exists():  # noqa: ASYNC110 a test makes it
+                    await asyncio.sleep(0.02)
             case "talks to the runner":
                 os.write(int(sys.argv[1]), b"no reply\n")
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point

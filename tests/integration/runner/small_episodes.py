@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Sequence
 
 from slipstream.environments.base import Context, Limits, Score, Split, Task
@@ -61,6 +62,8 @@ class CountDown:
         if self._left == 0:
             return []
         told = Message("user", f"now {self._left}")
+        if self._behaviour == "never says the same twice":
+            told = Message("user", f"in {os.getpid()} now {self._left}")
         if self._behaviour == "compacts" and self._left == 1:
             return Context([told])
         return [told]

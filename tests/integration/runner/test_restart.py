@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slipstream.api.rollout.v1 import rows_pb2, runner_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.environments.config import ImportedConfig
+from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+
+CODEC = TextCodec(build_tokenizer())
 
 
 async def test_a_report_whose_answer_never_came_is_repeated_and_its_rows_are_served_as_before(world: Any) -> None:
@@ -79,3 +86,75 @@ async def test_a_restarted_orchestrator_hears_once_more_of_all_that_is_held(worl
     assert [part.missing for part in header.parts] == [True, True, False]
     spool = tmp_path / "spool" / "runner-1"
     await world.until(lambda: [path.suffix for path in spool.iterdir()] == [".rows"])
+
+
+def turns(behaviour: str = "") -> ImportedConfig:
+    return ImportedConfig(name="turns", path="small_episodes:CountingDown", options={"behaviour": behaviour})
+
+
+async def said(world: Any, record: runner_pb2.RolloutRecord) -> str:
+    _, data = await world.fetch(record.token_ids.key)
+    return CODEC.decode_all(array("i", data).tolist())
+
+
+@pytest.mark.parametrize(("ended", "again"), [(1, 2 + 2), (3, 2)])
+async def test_rollouts_go_on_at_the_turn_in_which_their_runner_died(start_world: Any, ended: int, again: int) -> None:
+    """`ended`: requests for turns, the first one for both rollouts. `again`: those of the process that came after."""
+    world = await start_world(environments=[turns()])
+    decode = world.workers["decode-1"]
+    decode.gate_from = ended
+    decode.gate.clear()
+    group_id = await world.give("turns", task_index=3, samples=2)
+    await world.until(lambda: len(decode.decodes) == ended + 2)
+    await world.restart()
+    await world.until(lambda: len(decode.decodes) == ended + 4)
+    decode.gate.set()
+    report = await world.report(group_id)
+    assert len(decode.decodes) == ended + 2 + again
+    assert report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    for index, record in enumerate(report.rollouts):
+        assert await said(world, record) == "say 3\n3<|end|>\nnow 2\n2<|end|>\nnow 1\n1<|end|>"
+        assert [(part.start, part.end) for part in record.loss_ranges] == [(6, 8), (15, 17), (24, 26)]
+        assert sum(span.token_count for span in record.spans) == 6
+        assert (record.reward, record.turn_count) == (1.0, 3)
+        # The first turn's rows are where they were, under the name that its request had.
+        assert [ref.key for ref in record.routes][:2] == ["p/g1.1.1", f"d/g1.1.1.{index}"]
+        _, data = await world.fetch(record.logprobs.key)
+        logprobs = array("f", data).tolist()
+        assert [logprobs[at : at + 2] for at in (6, 15, 24)] == [[-0.5, -1.0]] * 3
+    assert all("~r1" in request.request_id for request in decode.decodes[ended + 2 :])
+
+
+async def test_an_environment_that_says_something_else_is_answered_anew_from_there(start_world: Any) -> None:
+    world = await start_world(environments=[turns("never says the same twice")])
+    decode = world.workers["decode-1"]
+    decode.gate_from = 2
+    decode.gate.clear()
+    group_id = await world.give("turns", task_index=3, samples=1)
+    await world.until(lambda: len(decode.decodes) == 3)
+    await world.restart()
+    decode.gate.set()
+    report = await world.report(group_id)
+    assert report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    words = (await said(world, report.rollouts[0])).replace("<|end|>", "").split()
+    told = [words[index + 1] for index, word in enumerate(words) if word == "in"]
+    assert len(told) == 2
+    assert len(set(told)) == 1  # both later turns are those of the second process
+    assert len(decode.decodes) == 3 + 2
+    assert report.rollouts[0].turn_count == 3
+
+
+async def test_a_finished_answer_whose_judge_died_is_not_sampled_again(start_world: Any, tmp_path: Path) -> None:
+    verdict = tmp_path / "verdict"
+    options = {"behaviour": "waits", "file": str(verdict)}
+    slow = ImportedConfig(name="slow", path="small_environment:Counting", options=options)
+    world = await start_world(environments=[slow])
+    decode = world.workers["decode-1"]
+    group_id = await world.give("slow")
+    spool = tmp_path / "spool" / "runner-1"
+    await world.until(lambda: sum(file.read_bytes().count(b'"kind":"turn"') for file in spool.glob("*.turns")) == 2)
+    await world.restart()
+    verdict.touch()
+    report = await world.report(group_id)
+    assert (report.outcome, len(report.rollouts)) == (runner_pb2.GROUP_OUTCOME_FINISHED, 2)
+    assert len(decode.decodes) == 1
