@@ -1,0 +1,114 @@
+"""Outside agents with unmodified OpenAI clients drive all the training of a whole stack."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import openai
+import pytest
+
+from slipstream.environments.tokenizer import TextCodec
+from slipstream_client import Client, Session, SessionState
+
+pytestmark = pytest.mark.timeout(240, func_only=False)
+
+SETTINGS = (
+    *("--gateway.enabled", "true", "--launcher.restart", "on_failure", "--orchestrator.sessions.only", "true"),
+    *("--orchestrator.groups-per-step", "1", "--orchestrator.total-steps", "2"),
+)
+LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def work(session: Session) -> list[Any]:
+    """An agent's loop: it asks, shows what its tools found, and asks again. Returns its messages."""
+    messages: list[Any] = [{"role": "user", "content": "look around"}]
+    with openai.OpenAI(base_url=session.base_url, api_key=session.key, max_retries=8) as client:
+        for turn in range(3):
+            # The policy is random: whatever it says, calls or not, is answered.
+            answer = client.chat.completions.create(model="any", messages=messages, tools=[LOOK], max_tokens=12)
+            said = answer.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            for call in said.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "a door"})
+            messages.append({"role": "user", "content": f"go on {turn}"})
+    return messages
+
+
+async def work_streamed(session: Session) -> str:
+    """The asyncio client, streamed."""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=8) as client:
+        stream = await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "say something"}], stream=True, max_tokens=12
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+
+def refusal(session: Session, key: str) -> tuple[int, str | None]:
+    with openai.OpenAI(base_url=session.base_url, api_key=key, max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+        return refused.value.status_code, refused.value.code
+
+
+def test_what_agents_were_told_trains_token_by_token(launch):
+    run = launch("agents", *SETTINGS)
+    run.wait_up()
+    with Client.of_run(run.path) as client:
+        one = client.open_session(group_key="look", group_size=2, timeout_s=100)
+        other = client.open_session(group_key="look", group_size=2, timeout_s=100)
+        assert (one.position, other.position) == (0, 0)
+        messages = work(one)
+        text = asyncio.run(work_streamed(other))
+        assert refusal(one, "no key at all") == (401, "invalid_api_key")
+        assert refusal(one, (run.path / "token").read_text().strip()) == (401, "invalid_api_key")
+
+        # The gateway keeps nothing: its next process goes on with the same keys.
+        before = run.pid("gateway")
+        os.kill(before, signal.SIGKILL)
+        run.wait_until(lambda: run.pid("gateway") != before)
+        again = work(one)
+        assert again[0] == messages[0]
+
+        assert client.close_session(one.session_id, 1.0).state is SessionState.CLOSED
+        assert refusal(one, one.key) == (410, "session_ended")
+        client.close_session(other.session_id, 0.0)
+        alone = client.open_session(timeout_s=100)
+        work(alone)
+        client.close_session(alone.session_id, 0.5, advantage=0.25)
+
+        run.wait_until(lambda: client.get_session(other.session_id).ended)
+        trained = client.get_session(one.session_id)
+        assert (trained.state, trained.step) == (SessionState.TRAINED, 1)
+    assert run.end(120) == 0, run.output
+
+    codec = TextCodec.load(run.path / "model")
+    records = {(record["group_id"], record["sample"]): record for record in run.rollouts()}
+    first = records["train-0", 0]
+    # Both loops began alike: the second is a sample of its own, as it goes on from nothing that was sampled.
+    assert first["turns"] == 6
+    shown = codec.decode_all(first["token_ids"])
+    for message in messages:
+        if message["role"] == "assistant":
+            assert (message.get("content") or "").strip() in shown
+    assert len(first["loss_ranges"]) == 3
+    assert first["reward"] == 1.0
+    streamed = records["train-0", 1]
+    ((start, end),) = streamed["loss_ranges"]
+    assert codec.decode(streamed["token_ids"][start:end]).strip() == text.strip()
+    sealed = [record for record in run.journal() if record["kind"] == "sealed"]
+    assert [record["positions"] for record in sealed] == [[0], [1]]
+    steps = run.metrics("step")
+    counts = [
+        sum(
+            e - s
+            for r in records.values()
+            if r["group_id"] == f"train-{position}"
+            for sample in [r, *r.get("further_samples", [])]
+            for s, e in sample["loss_ranges"]
+        )
+        for position in (0, 1)
+    ]
+    assert [step["loss_tokens"] for step in steps] == counts, "each token that was sampled trains, once"
