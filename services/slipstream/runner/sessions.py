@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ log = structlog.get_logger()
 
 MAX_TURNS = 16
 """Of one session at once."""
-KNOWN_WAIT_S = 5.0
+KNOWN_WAIT_S = 2.0
 """A session may be told to its agent a moment before its group arrives here."""
+_NAME = re.compile(r"session-[0-9a-f]{32}-\d+")
+"""What is called otherwise was never told to anybody."""
 END_TIMEOUT_S = 8.0
 
 
@@ -243,7 +246,7 @@ class SessionRunner:
 
     async def find(self, session_id: str) -> tuple[SessionGroup, Member]:
         """An open session. Waits a little for one that is not here yet. Raises `SessionUnknown`."""
-        ends_s = time.monotonic() + KNOWN_WAIT_S
+        ends_s = time.monotonic() + (KNOWN_WAIT_S if _NAME.fullmatch(session_id) else 0.0)
         while session_id not in self._open:
             try:
                 async with asyncio.timeout(ends_s - time.monotonic()):
