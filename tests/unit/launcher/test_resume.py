@@ -1,0 +1,86 @@
+"""Runs that `slipstream rl --resume` does not go on with, and what it says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.launcher.cli import main
+from slipstream.launcher.resume import find_resumable
+from slipstream.launcher.rundir import RunDir, RunLock
+from slipstream.orchestrator.journal import Journal
+
+CHECKPOINTS = "[trainer.checkpoint]\ninterval_steps = 2\n"
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDir]:
+    """A run of that configuration, whose journal has a beginning and perhaps an end."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(config: str = CHECKPOINTS, *, journal: bool = True, state: str = "", reason: str = "") -> RunDir:
+        run = RunDir(tmp_path / "runs" / "demo")
+        run.path.mkdir(parents=True)
+        run.config_file.write_text(config)
+        if journal:
+            records = Journal(run.path / "journal" / "journal.jsonl")
+            records.append("run", run_id="demo", seed=0)
+            if state:
+                records.append("run_ended", state=state, reason=reason)
+            records.close()
+        return run
+
+    return make
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["rl", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", ["", "failed"])
+def test_a_run_that_was_stopped_killed_or_failed_may_go_on(made, state: str) -> None:
+    run = made(state=state)
+    assert find_resumable(["--resume", "demo"]) == run
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_a_run_that_has_ended_for_good_is_refused_with_its_reason(made, capsys, state: str) -> None:
+    made(state=state, reason="all 8 steps are trained")
+    said = refusal(capsys, "--resume", "demo")
+    assert said == "error: demo has ended for good: all 8 steps are trained; its report is in runs/demo\n"
+
+
+def test_without_checkpoints_there_are_no_weights_to_go_on_from(made, capsys) -> None:
+    made("[trainer.checkpoint]\ninterval_steps = 0\n")
+    assert "demo writes no checkpoints (trainer.checkpoint.interval_steps is 0)" in refusal(capsys, "--resume", "demo")
+
+
+def test_a_run_that_is_up_is_refused(made, capsys) -> None:
+    lock = RunLock(made())
+    try:
+        assert refusal(capsys, "--resume", "demo") == "error: demo is running\n"
+    finally:
+        lock.release()
+
+
+def test_a_run_without_a_journal_or_with_a_changed_one_is_refused(made, capsys) -> None:
+    run = made(journal=False)
+    assert "demo never came to begin: it has no journal" in refusal(capsys, "--resume", "demo")
+    journal = Journal(run.path / "journal" / "journal.jsonl")
+    journal.append("run", run_id="demo", seed=0)
+    journal.append("serving", version="1.0")
+    journal.close()
+    journal.path.write_bytes(journal.path.read_bytes().replace(b"1.0", b"1.1"))
+    said = refusal(capsys, "--resume", "demo")
+    assert said == f"error: demo cannot go on: {journal.path}: line 1 does not match its checksum\n"
+
+
+def test_other_settings_are_no_part_of_it(made, capsys) -> None:
+    made()
+    assert "usage: slipstream rl --resume RUN; the run goes on with" in refusal(capsys, "--resume", "demo", "@", "x")
+    assert "no run called other" in refusal(capsys, "--resume", "other")
