@@ -191,6 +191,12 @@ class EnvironmentFailed(SlipstreamError):
     reason = "ENVIRONMENT_ERROR"
 
 
+class EnvironmentTimeout(EnvironmentFailed):
+    """Environment code did not answer within `environment_timeout_s`: its process is ended, and the group fails."""
+
+    reason = "ENVIRONMENT_TIMEOUT"
+
+
 class RolloutTimeout(SlipstreamError):
     """A rollout took longer than its environment's `rollout_timeout_s`. The others of its group go on."""
 

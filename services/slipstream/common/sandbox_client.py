@@ -86,7 +86,15 @@ class SandboxClient:
     A sandbox that is gone is made anew, with the files that were written to it.
     """
 
-    def __init__(self, address: str, access: Access, lease_ttl_s: float = LEASE_TTL_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        access: Access,
+        lease_ttl_s: float = LEASE_TTL_S,
+        away_timeout_s: float = AWAY_TIMEOUT_S,
+    ) -> None:
+        """`away_timeout_s`: how long `run` waits for an executor that is away."""
+        self._away_timeout_s = away_timeout_s
         self._address, self._access = address, access
         self._files: dict[str, bytes] = {}
         self._channel = open_channel(address, access)
@@ -115,7 +123,7 @@ class SandboxClient:
 
     def session(self) -> SandboxClient:
         """Another sandbox at the same executor, for a caller who closes it."""
-        return SandboxClient(self._address, self._access, self._lease_ttl_s)
+        return SandboxClient(self._address, self._access, self._lease_ttl_s, self._away_timeout_s)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Put files under /files, for programs that start later. Raises `SlipstreamError`."""
@@ -165,7 +173,7 @@ class SandboxClient:
     ) -> ExecResult:
         """Run one program and return its end; that it failed is in the result. Raises `SlipstreamError`.
 
-        A sandbox that is gone is made anew, once. An executor that is away is waited for, up to `AWAY_TIMEOUT_S`, and
+        A sandbox that is gone is made anew, once. An executor that is away is waited for, up to `away_timeout_s`, and
         the program is run again where it was ended with it. `timeout_s` bounds waiting for a place too; it is by
         default a minute longer than the program's wall time.
         """
@@ -180,7 +188,7 @@ class SandboxClient:
             except grpc.aio.AioRpcError as error:
                 rebuilt, now_s = from_rpc_error(error), time.monotonic()
                 away_since_s = away_since_s or now_s
-                if not isinstance(rebuilt, (Unreachable, Draining)) or now_s - away_since_s > AWAY_TIMEOUT_S:
+                if not isinstance(rebuilt, (Unreachable, Draining)) or now_s - away_since_s > self._away_timeout_s:
                     raise rebuilt from None
             await asyncio.sleep(AWAY_PAUSE_S)
 

@@ -11,6 +11,7 @@ from slipstream.common.runtime import run_service, serve
 from slipstream.runner import telemetry
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import EnvironmentWorker
+from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.epoch import next_epoch
 from slipstream.runner.groups import GroupRunner
 from slipstream.runner.loops import RunnerLoops
@@ -39,12 +40,13 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         config.rollout_buffer_bytes,
     )
     peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config))
-    environments = EnvironmentWorker(arguments, config.environment_timeout_s)
+    names = [environment.name for environment in config.environments]
+    environments = EnvironmentPool(arguments, config.environment_timeout_s, names)
     watch = WorkerWatch(peers.router)
     turns = TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s)
     groups = GroupRunner(environments, turns, spool, address, epoch, rollout_log.write)
     sessions = SessionRunner(
-        EnvironmentWorker(arguments, config.environment_timeout_s),
+        EnvironmentWorker(arguments, config.environment_timeout_s, []),
         turns,
         spool,
         Recorder(address, epoch),

@@ -11,6 +11,7 @@ import itertools
 import json
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from slipstream.common.errors import ContextTooLong, EnvironmentFailed, SandboxAway, SlipstreamError
+from slipstream.common.errors import ContextTooLong, EnvironmentFailed, EnvironmentTimeout, SandboxAway, SlipstreamError
 from slipstream.runner import telemetry
 
 log = structlog.get_logger()
@@ -28,6 +29,8 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0
 RESTART_PAUSE_S = 0.5
+MAX_RESTART_PAUSE_S = 10.0
+STEADY_S = 30.0
 LAST_REPLIES_S = 0.2
 """How long replies of a process that has ended are read, in seconds."""
 
@@ -136,8 +139,11 @@ async def _close_after(process: asyncio.subprocess.Process, writer: asyncio.Stre
 class EnvironmentWorker:
     """Owns one environment worker process."""
 
-    def __init__(self, config_arguments: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, config_arguments: Sequence[str], timeout_s: float, environments: Sequence[str]) -> None:
+        """`environments`: names of those that this process is for."""
         self._config_arguments = list(config_arguments)
+        self._environments = ",".join(environments)
+        self._started_once = False
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -146,15 +152,21 @@ class EnvironmentWorker:
         self._up = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep a worker process running for good. Waits on the process; a dead one is replaced.
+        """Keep a worker process running for good. Waits on the process; a dead one is replaced after a pause, which
+        doubles while they live for seconds only.
 
         Raises:
-            EnvironmentFailed: it does not even start; an environment that cannot be imported, say.
+            EnvironmentFailed: the first one does not even start; an environment that cannot be imported, say.
         """
+        pause_s = RESTART_PAUSE_S
         try:
             while True:
+                began_s = time.monotonic()
                 await self._run_once()
-                await asyncio.sleep(RESTART_PAUSE_S)
+                steady = time.monotonic() - began_s > STEADY_S
+                pause_s = RESTART_PAUSE_S if steady else pause_s
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RESTART_PAUSE_S)
         finally:
             await self._end_process()
 
@@ -243,7 +255,7 @@ class EnvironmentWorker:
         except TimeoutError:
             telemetry.environment_failures.labels(environment).inc()
             self._kill()
-            raise EnvironmentFailed(
+            raise EnvironmentTimeout(
                 f"environment code did not answer within {self._timeout_s:g} s", environment=environment
             ) from None
         except ConnectionError as error:
@@ -266,6 +278,7 @@ class EnvironmentWorker:
                 "-m",
                 "slipstream.runner.envworker",
                 str(theirs.fileno()),
+                self._environments,
                 *self._config_arguments,
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
@@ -276,8 +289,8 @@ class EnvironmentWorker:
             while line := await reader.readline():
                 reply = json.loads(line)
                 if not started:  # the first line says that the environments are built
-                    started = True
-                    log.info("environment_worker_started", pid=self._process.pid)
+                    started = self._started_once = True
+                    log.info("environment_worker_started", pid=self._process.pid, environments=self._environments)
                     self._up.set()
                     continue
                 future = self._waiting.get(reply["id"])
@@ -303,8 +316,8 @@ class EnvironmentWorker:
                 await self._process.wait()
         await self._end_process()
         code = self._process.returncode
-        log.warning("environment_worker_ended", returncode=code)
-        if not started:
+        log.warning("environment_worker_ended", returncode=code, environments=self._environments)
+        if not (started or self._started_once):
             raise EnvironmentFailed(f"the environment worker does not start (exit code {code}); the log says why")
 
     def _kill(self) -> None:

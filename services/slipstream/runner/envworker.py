@@ -1,6 +1,6 @@
 """The environment worker: a child of the runner that runs environment code and the tokenizer.
 
-    python -m slipstream.runner.envworker SOCKET_FD @ config.toml
+    python -m slipstream.runner.envworker SOCKET_FD NAMES @ config.toml
 
 Answers the requests of `envclient.py`, several at a time. What an environment raises becomes an error reply;
 what it prints goes to standard error. It ends when the runner does, at the latest when the socket closes.
@@ -22,7 +22,7 @@ from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.errors import ContextTooLong, SlipstreamError
 from slipstream.common.runtime import die_with_parent
-from slipstream.common.sandbox_client import SandboxClient
+from slipstream.common.sandbox_client import AWAY_TIMEOUT_S, SandboxClient
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.base import AnyEnvironment, Completion, Score, takes_turns
 from slipstream.environments.chat import Chat
@@ -186,14 +186,19 @@ async def run(config: RunnerConfig, connection: socket.socket) -> None:
                 raise ConfigError(f"environments.{environment.name}: it needs a sandbox: set sandbox_address")
         await serve_socket(EnvironmentHost(config, environments, None), connection)
         return
-    async with SandboxClient(config.sandbox_address, Access.from_config(config)) as sandbox:
+    # Whoever waits for an executor says so before the runner gives this process up.
+    away_timeout_s = min(AWAY_TIMEOUT_S, config.environment_timeout_s / 3)
+    access = Access.from_config(config)
+    async with SandboxClient(config.sandbox_address, access, away_timeout_s=away_timeout_s) as sandbox:
         await serve_socket(EnvironmentHost(config, environments, sandbox), connection)
 
 
 def main() -> None:
     die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    config = cli(RunnerConfig, sys.argv[2:])
+    names = sys.argv[2].split(",")
+    config = cli(RunnerConfig, sys.argv[3:])
+    config = config.model_copy(update={"environments": [e for e in config.environments if e.name in names]})
     setup_logging(config, "environment_worker")
     os.dup2(2, 1)  # what environments print must not look like anything else
     try:

@@ -18,7 +18,8 @@ import structlog
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SlipstreamError
 from slipstream.runner import telemetry
-from slipstream.runner.envclient import EnvironmentWorker, OpenEpisode, ScoredSample, TaskKey, TurnPrompt
+from slipstream.runner.envclient import OpenEpisode, ScoredSample, TaskKey, TurnPrompt
+from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.rollout import STOP, Rollout
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import Conversation, TurnClient
@@ -61,7 +62,7 @@ class EpisodeGroup:
 
     def __init__(
         self,
-        environments: EnvironmentWorker,
+        environments: EnvironmentPool,
         turns: TurnClient,
         assignment: runner_pb2.GroupAssignment,
         task: TaskKey,

@@ -13,7 +13,8 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import SlipstreamError
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import attempt_name
-from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt, TaskKey
+from slipstream.runner.envclient import RenderedPrompt, TaskKey
+from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.episodes import EpisodeGroup
 from slipstream.runner.records import Finished, Recorder, add_answers
 from slipstream.runner.rollout import STOP
@@ -38,7 +39,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        environments: EnvironmentWorker,
+        environments: EnvironmentPool,
         turns: TurnClient,
         spool: Spool,
         address: str,

@@ -33,7 +33,8 @@ from slipstream.common.errors import (
     from_rpc_error,
 )
 from slipstream.runner.attempt import attempt_name
-from slipstream.runner.envclient import EnvironmentWorker, RenderedPrompt
+from slipstream.runner.envclient import RenderedPrompt
+from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.groups import GroupRunner, task_of
 from slipstream.runner.outage import Outage
 from slipstream.runner.peers import Peers
@@ -82,7 +83,7 @@ class RunnerLoops:
         runner_id: str,
         epoch: str,
         peers: Peers,
-        environments: EnvironmentWorker,
+        environments: EnvironmentPool,
         groups: GroupRunner,
         sessions: SessionRunner,
         spool: Spool,
@@ -176,8 +177,9 @@ class RunnerLoops:
             self._group_tasks.create_task(self._render_and_run([unfinished.assignment]))
 
     async def _start(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
-        """Give each group a slot and a task; prompts are rendered in one call, those that third parties sent by
-        themselves: together they may be longer than a call may be, and none but their own groups should fail by them.
+        """Give each group a slot and a task; prompts are rendered in one call for each environment, those that third
+        parties sent by themselves: together they may be longer than a call may be, and none but their own groups
+        should fail by them.
         """
         assert self._group_tasks is not None
         for assignment in assignments:
@@ -189,9 +191,12 @@ class RunnerLoops:
                 self._spool.begin(attempt_name(assignment), assignment)
         assignments = [assignment for assignment in assignments if not assignment.HasField("session_group")]
         sent = [assignment for assignment in assignments if assignment.HasField("prompt")]
-        for together in ([a for a in assignments if not a.HasField("prompt")], *([a] for a in sent)):
-            if together:
-                self._group_tasks.create_task(self._render_and_run(together))
+        by_environment: dict[str, list[runner_pb2.GroupAssignment]] = {}
+        for assignment in assignments:
+            if not assignment.HasField("prompt"):
+                by_environment.setdefault(assignment.environment, []).append(assignment)
+        for together in (*by_environment.values(), *([a] for a in sent)):
+            self._group_tasks.create_task(self._render_and_run(together))
 
     async def _render_and_run(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
         assert self._group_tasks is not None

@@ -34,7 +34,8 @@ async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs
 ) -> None:
     world = await start_world(behaviour, environment_timeout_s=1.0)
     report = await world.report(await world.give(behaviour.replace(" ", "_")))
-    assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "ENVIRONMENT_ERROR")
+    reason = "ENVIRONMENT_TIMEOUT" if behaviour == "hangs" else "ENVIRONMENT_ERROR"
+    assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, reason)
     assert report.detail.startswith(detail)
     assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
     # Nobody will train on the failed group: its routes are not kept.
@@ -44,7 +45,8 @@ async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs
 async def test_a_sandbox_that_is_away_is_no_failure_of_the_environment(start_world: Any) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
-        world = await start_world("runs code", sandbox_address=f"127.0.0.1:{nobody.getsockname()[1]}")
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        world = await start_world("runs code", sandbox_address=address, environment_timeout_s=6.0)
         report = await world.report(await world.give("runs_code"))
         assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "SANDBOX_AWAY")
         assert report.detail.startswith("Unreachable: ")
@@ -84,6 +86,24 @@ async def test_prompts_that_cannot_fit_fail_their_own_groups_at_once(start_world
         assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "CONTEXT_TOO_LONG")
         assert report.detail == "a prompt of 1048576 characters does not fit 64 tokens"
     assert (await world.report(good)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+
+
+async def test_groups_of_other_environments_go_on_while_one_blocks(start_world: Any) -> None:
+    world = await start_world("hangs", environment_timeout_s=600.0)
+    blocked = [await world.give("hangs") for _ in range(3)]
+    for group_id in [await world.give() for _ in range(3)]:
+        assert (await world.report(group_id)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+    assert not set(blocked) & set(world.orchestrator.reports)  # they never end
+
+
+async def test_groups_of_other_environments_go_on_while_one_dies_again_and_again(start_world: Any) -> None:
+    world = await start_world("dies")
+    for _ in range(2):
+        lost = await world.give("dies")
+        good = await world.give()
+        assert (await world.report(good)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+        report = await world.report(lost)
+        assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "ENVIRONMENT_ERROR")
 
 
 async def test_an_environment_that_cannot_be_imported_ends_the_runner(start_world: Any) -> None:
