@@ -5,7 +5,7 @@
 # make test-engines    the conformance suite of the engines, tests/engine; a part of make test
 # make install-vllm    add vLLM for the CPU, for engine.type = "vllm"; a part of make test
 # make chaos           kill the services of a run with -9, 50 times; nothing may be lost or trained twice (CHAOS_ARGS)
-# make proto           regenerate the gRPC stubs;  make proto-baseline  accept the protos as the new contract
+# make proto           regenerate the gRPC stubs and docs/api.md;  make proto-baseline  accept the protos as the new contract
 # make clean           remove what was installed and generated; runs/ stays
 #
 # SLIPSTREAM_PIP_ARGS  options for pip, such as an index with a CPU build of torch
@@ -160,7 +160,8 @@ check-static: $(VENV)/.dev
 
 proto: $(VENV)/.dev
 	@$(BIN)/python hatch_build.py
-	@echo "make proto: stubs are in services/slipstream/api"
+	@$(BIN)/python proto/reference.py
+	@echo "make proto: stubs are in services/slipstream/api, docs/api.md is made"
 
 proto-baseline: $(VENV)/.dev
 	@$(BIN)/python hatch_build.py baseline

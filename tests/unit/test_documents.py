@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,12 @@ def test_every_error_reason_and_its_code_is_in_the_operations_guide():
     }
     assert len(rows) > 40
     assert sorted(row for row in rows if row not in text) == []
+
+
+def test_the_api_reference_is_what_the_protos_say():
+    script = ROOT / "proto" / "reference.py"
+    checked = subprocess.run([sys.executable, str(script), "check"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_every_metric_is_in_the_operations_guide():
