@@ -19,7 +19,7 @@ from slipstream.algorithms.evaluation import Answer
 from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc, runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channel import open_channel
-from slipstream.common.errors import DeadlineExceeded, RolloutQueueFull, Unreachable, from_rpc_error
+from slipstream.common.errors import DeadlineExceeded, RolloutQueueFull, RunEnded, Unreachable, from_rpc_error
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers
@@ -142,6 +142,8 @@ class _Asker:
                 return await call()
             except grpc.aio.AioRpcError as error:
                 rebuilt = from_rpc_error(error)
+                if isinstance(rebuilt, RunEnded):
+                    raise LauncherError("the run has ended: stop it, and ask its weights") from None
                 if isinstance(rebuilt, RolloutQueueFull):
                     until_s = time.monotonic() + AWAY_S
                 elif not isinstance(rebuilt, Unreachable | DeadlineExceeded) or time.monotonic() > until_s:
