@@ -150,7 +150,7 @@ async def test_a_run_that_only_evaluates_asks_each_problem_and_ends(make_world: 
 async def test_an_evaluation_that_is_not_answered_ends_in_time_with_what_it_has(
     make_world: Make, background: Make, answered: int
 ) -> None:
-    async with make_world(total_steps=1, evaluate_before=True, stall_timeout_s=1e6) as world:
+    async with make_world(total_steps=1, evaluate_before=True, stall_timeout_s=1e6, pool_timeout_s=1e6) as world:
         world.publish(0)
         async with background(world.heartbeat_loop()):
             async with asyncio.timeout(20):
