@@ -123,7 +123,7 @@ class TerminalConfig(BaseEnvironmentConfig):
     @property
     def sandbox_wall_s(self) -> float:
         """What the sandbox is asked for: starting and packing take time beside the command."""
-        return self.command_wall_s + 2.0
+        return self.command_wall_s + 10.0
 
     @property
     def sandbox_output_bytes(self) -> int:

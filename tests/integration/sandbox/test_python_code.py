@@ -88,11 +88,11 @@ async def test_a_program_that_does_not_end_or_takes_all_fails_and_others_are_jud
     forks += "    return n * n\n"
     loud = "def square(n):\n    print('x' * 10**7)\n    return n * n\n"
     async with start_executor() as running:
-        code = environment(tmp_path, CALLS, test_wall_s=1.0, sandbox_wall_s=20.0)
-        scores = await judged(running, code, endless, greedy, asleep, forks, loud, RIGHT)
-        assert [score.correct for score in scores[:3]] == [False] * 3
-        assert [score.correct for score in scores[4:]] == [True] * 2
+        scores = await judged(running, environment(tmp_path, CALLS), endless, greedy, loud, RIGHT)
+        assert [score.correct for score in scores] == [False, False, True, True]
         assert scores[0].detail == "0 of 4 tests; test 1: killed"
+        (slept, _) = await judged(running, environment(tmp_path, CALLS, test_wall_s=0.5), asleep, forks)
+        assert (slept.correct, slept.detail) == (False, "0 of 4 tests; test 1: killed")
         await running.idle()
 
 

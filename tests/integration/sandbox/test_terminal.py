@@ -84,8 +84,8 @@ async def test_rollouts_do_not_see_each_other_and_the_checks_are_not_there(start
 
 async def test_commands_that_do_not_end_or_take_too_much_end_alone(start_executor, tmp_path):
     async with start_executor() as running:
-        episode = await begun(running, environment(tmp_path, command_wall_s=1.0, output_bytes=64, state_bytes=4096))
-        assert await typed(episode, "sleep 600") == ["[no end within 1 s]"]
+        episode = await begun(running, environment(tmp_path, command_wall_s=2.5, output_bytes=64, state_bytes=4096))
+        assert await typed(episode, "sleep 600") == ["[no end within 2.5 s]"]
         (loud,) = await typed(episode, "yes")
         assert loud.startswith("y\ny\n")
         assert "[cut]" in loud
