@@ -120,8 +120,8 @@ class Episode(Protocol):
     async def step(self, message: Message) -> Sequence[Message] | Context:
         """Take the model's message, with its tool calls parsed, and answer it; nothing ends the episode.
 
-        It is called for each message. After one that was cut off, or the last that `Limits` allow, no further one
-        comes, whatever this answers. What it raises ends this rollout alone.
+        It is called for each message. After the last that `Limits` allow, which one that was cut off may be, no
+        further one comes, whatever this answers. What it raises ends this rollout alone.
         """
         ...
 

@@ -14,6 +14,9 @@ from slipstream.environments.tool_calls import THINK, THOUGHT, Parsed, parse
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}"
     "{% if message.role == 'assistant' %}{{ end }}{% endif %}{{ '\\n' }}{% endfor %}"
 )
 """For models without a template: each message is a line, and the assistant's ends with the end token."""

@@ -15,6 +15,9 @@ class Limits:
     max_tokens: int = 0
     """Tokens that the model may draw in all its turns. 0 leaves it to `max_new_tokens` a turn and the context."""
 
+    ends_when_cut: bool = True
+    """A turn that was cut off at `max_new_tokens` is the last. Otherwise the next prompt ends it with the end token."""
+
     timeout_s: float = 0.0
     """Longest time of a rollout, the model's included. 0 leaves it to `deadline_s` of the group."""
 

@@ -166,7 +166,7 @@ class EpisodeHost:
         opened.history.append(parsed.message)
         limits = opened.limits
         last = (
-            not parsed.message.stopped
+            (limits.ends_when_cut and not parsed.message.stopped)
             or opened.turn_count >= limits.max_turns
             or bool(limits.max_tokens and opened.sampled_token_count >= limits.max_tokens)
         )

@@ -48,9 +48,16 @@ class CountDown:
         self._bad = bad
         self._right = 0
         self.messages = [Message("user", f"say {number}")]
-        self.tools: Sequence[ToolSpec] = [ToolSpec("look")] if behaviour == "has a tool" else []
+        self.tools: Sequence[ToolSpec] = []
+        if behaviour == "has a tool":
+            self.tools = [ToolSpec("look")]
+            self.messages = [Message("user", "say <tool_call>{look}</tool_call>")]
 
     async def step(self, message: Message) -> Sequence[Message] | Context:
+        if message.tool_calls:
+            return [Message("tool", f"saw {self._number}", tool_call_id=message.tool_calls[0].id)]
+        if self.tools and message.content != str(self._number):
+            return [Message("user", 'no, <tool_call>{"name":"look"}</tool_call>')]
         if self._bad and self._left < self._number:
             match self._behaviour:
                 case "raises at a step":

@@ -94,3 +94,21 @@ async def test_rollouts_that_take_too_long_end_with_their_reason(start_world: An
     report = await world.report(await world.give("turns", task_index=3, samples=2))
     assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "ROLLOUT_TIMEOUT")
     assert [failure.sample_index for failure in report.failures] == [0, 1]
+
+
+async def test_tools_answer_calls_and_the_model_is_told_of_malformed_ones(start_world: Any, tmp_path: Path) -> None:
+    world = await start_world(environments=[turns("has a tool")])
+    (record,) = (await world.report(await world.give("turns", task_index=1, samples=1))).rollouts
+    assert (record.reward, record.turn_count) == (1.0, 4)
+    assert not record.further_samples
+    path = tmp_path / "rollouts" / "runner-1.jsonl.zst"
+    await world.until(path.exists)
+    (messages,) = next(read_compressed(path))["conversations"]
+    assert [message["role"] for message in messages] == [
+        *("user", "assistant", "tool"),
+        *("assistant", "user", "assistant", "tool"),
+        "assistant",
+    ]
+    assert messages[2]["content"] == "error: this tool call is no JSON: {look}"
+    assert messages[5]["tool_calls"][0]["function"] == {"name": "look", "arguments": {}}
+    assert messages[6] == {"role": "tool", "content": "saw 1", "tool_call_id": messages[5]["tool_calls"][0]["id"]}

@@ -1,0 +1,48 @@
+"""A run whose environment takes turns: its rollouts train, and are what the environment heard and said."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.environments.tokenizer import TextCodec
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "guess_the_number.py"
+GUESSING = (
+    "--environments.letters.path",
+    "guess_the_number:GuessTheNumber",
+    "--environments.letters.max-new-tokens",
+    "1",
+    "--model.max-context-tokens",
+    "96",
+    "--evaluation.after",
+    "true",
+)
+
+
+@pytest.mark.timeout(240)
+def test_an_environment_that_takes_turns_trains(launch: Any, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLE, tmp_path)
+    run = launch("turns", *GUESSING)
+    assert run.end(200.0) == 0, run.output
+    assert [record["step"] for record in run.metrics("step")][-1] == 4
+    codec = TextCodec.load(run.path / "model")
+    rollouts = [each for each in run.rollouts() if each["purpose"] == "training"]
+    assert {each["environment"] for each in rollouts} == {"letters"}
+    assert max(each["turns"] for each in rollouts) == 4
+    for each in rollouts:
+        assert len(each["loss_ranges"]) == each["turns"]
+        (messages,) = each["conversations"]
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        sampled = [codec.decode(each["token_ids"][start:end]).strip() for start, end in each["loss_ranges"]]
+        assert said == sampled
+        heard = codec.decode(each["token_ids"][: each["loss_ranges"][0][0]])
+        assert heard == "0-9?\n"
+        counted = sum(count for count, _ in each["versions"])
+        assert counted == sum(end - start for start, end in each["loss_ranges"])
+    assert any(each["cached_token_count"] for each in rollouts if each["turns"] > 1)
+    journal = [record for record in run.journal() if record["kind"] == "sealed"]
+    assert len(journal) == 4
