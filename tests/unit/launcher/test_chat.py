@@ -12,7 +12,7 @@ from slipstream.launcher.rundir import RunDir
 
 @pytest.mark.parametrize("code", [None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM])
 def test_a_wanted_stop_is_told_as_one(tmp_path, capsys, code):
-    assert _told(RunDir(tmp_path), code) == (code or 0)
+    assert _told(RunDir(tmp_path), code, finished=False) == (code or 0)
     assert "was stopped; go on with: " in capsys.readouterr().out
 
 
@@ -25,16 +25,14 @@ def test_a_wanted_stop_is_told_as_one(tmp_path, capsys, code):
     ],
 )
 def test_another_end_is_told_with_its_cause(tmp_path, capsys, code, said):
-    assert _told(RunDir(tmp_path), code) == code
+    assert _told(RunDir(tmp_path), code, finished=False) == code
     found = capsys.readouterr()
     assert said in found.err
     assert not found.out
 
 
 def test_a_run_that_had_finished_and_cannot_go_on_is_not_told_as_finished(tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert _told(RunDir(tmp_path), 0) == 0
+    assert _told(RunDir(tmp_path), 0, finished=True) == 0
     assert "finished: the model is in" in capsys.readouterr().out
-    assert _told(RunDir(tmp_path), 1) == 1
+    assert _told(RunDir(tmp_path), 1, finished=True) == 1
     assert "ended with code 1" in capsys.readouterr().err
