@@ -21,7 +21,7 @@ class FinishedRuns:
     bounded: RunProcess
     """Asynchronous: a lag of two steps at most."""
     synchronous: RunProcess
-    """A bound of 0, and no prefill pool."""
+    """A bound of 0, no prefill pool, and two ranks of the trainer."""
     exit_codes: list[int]
 
 
@@ -29,7 +29,10 @@ class FinishedRuns:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRuns]:
     with launching(tmp_path_factory.mktemp("pair")) as start:
         bounded = start("bounded", "--decode.replicas", "2", "--orchestrator.total-steps", "8", *EVALUATED)
-        synchronous = start("synchronous", "--orchestrator.max-off-policy-steps", "0", "--prefill.replicas", "0")
+        ranks = ("--trainer.nproc", "2")
+        synchronous = start(
+            "synchronous", "--orchestrator.max-off-policy-steps", "0", "--prefill.replicas", "0", *ranks
+        )
         for run in (bounded, synchronous):
             run.wait_up()
         yield FinishedRuns(bounded, synchronous, [run.end(FINISH_TIMEOUT_S) for run in (bounded, synchronous)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -53,6 +55,13 @@ def test_a_run_without_a_prefill_pool_knows_all_routes_and_agrees_with_its_train
     assert not list((finished.synchronous.path / "logs").glob("prefill*"))
     assert report["routes_unknown_fraction"] == 0
     assert report["mismatch_numeric"] < 1e-9
+
+
+def test_ranks_of_the_trainer_take_every_step_and_publish_every_version_together(finished):
+    for rank in ("trainer", "trainer-1"):
+        lines = (finished.synchronous.path / "timeline" / f"{rank}.jsonl").read_text().splitlines()
+        kinds = Counter(json.loads(line)["kind"] for line in lines)
+        assert (kinds["train_step"], kinds["publish"]) == (4, 5), rank
 
 
 def test_the_report_has_every_figure(finished):

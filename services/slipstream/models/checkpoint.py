@@ -11,8 +11,8 @@ from torch import Tensor
 from slipstream.common.config import ConfigError
 from slipstream.models.base import Model, Sizes
 from slipstream.models.lora.adapters import adapters_of
-from slipstream.models.registry import find_architecture, save_sizes
-from slipstream.models.shards import SHARD_BYTES, ShardReader, check_shapes, write_shards
+from slipstream.models.registry import BUILT_IN, find_architecture, save_sizes
+from slipstream.models.shards import SHARD_BYTES, ShardReader, check_layers, check_shapes, write_shards
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -72,13 +72,15 @@ def load_model(sizes: Sizes, model_dir: Path) -> Model:
     Raises:
         ConfigError: a tensor is missing, unexpected or of another shape; all names are told.
     """
-    model = find_architecture(sizes.architecture).build_model(sizes)
-    views = model.hf_views()
     reader = ShardReader(model_dir)
     try:
+        if sizes.architecture in BUILT_IN:  # one of somebody's own names its layers as it likes
+            check_layers(sizes.n_layers, reader.shapes)
+        model = find_architecture(sizes.architecture).build_model(sizes)
         check_source(shapes_of(model), reader)
     except ValueError as error:
         raise ConfigError(f"{model_dir}: {error}") from None
+    views = model.hf_views()
     for name in reader.shapes:
         if name in views:
             views[name].copy_(reader.read(name).view_as(views[name]))

@@ -12,6 +12,7 @@ import pytest
 from slipstream.api.training.v1 import batch_pb2, trainer_pb2
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
+from slipstream.models.lora.config import LoraConfig
 from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.checkpointer import Checkpointer
 from slipstream.trainer.config import CheckpointConfig, TrainerConfig
@@ -73,6 +74,20 @@ async def test_a_resumed_trainer_has_the_losses_of_one_that_never_ended(tmp_path
     for step in range(3, STEPS + 1):
         assert second.broadcaster.bytes[PolicyVersion(2, step)] == whole.broadcaster.bytes[PolicyVersion(1, step)]
     assert second.orchestrator.checkpoint_steps[0] == 3
+
+
+async def test_adapters_are_resumed_on_the_weights_that_they_are_added_to(tmp_path, torch_thread):
+    lora = LoraConfig(rank=2)
+    whole_config = config_of(tmp_path / "whole").model_copy(update={"lora": lora})
+    whole = await trained(tmp_path / "whole", torch_thread, whole_config, STEPS)
+    config = config_of(tmp_path / "cut", interval_steps=3).model_copy(update={"lora": lora})
+    await trained(tmp_path / "cut", torch_thread, config, 5)
+    second = await trained(tmp_path / "cut", torch_thread, config, STEPS)
+    assert losses(second) == {step: loss for step, loss in losses(whole).items() if step >= 3}
+    bases = {adapter.base_version for adapter in second.broadcaster.adapters}
+    assert bases == {PolicyVersion(2, 3)}  # whole once more, under its own name
+    for step in range(4, STEPS + 1):
+        assert second.broadcaster.bytes[PolicyVersion(2, step)] == whole.broadcaster.bytes[PolicyVersion(1, step)]
 
 
 async def test_every_start_opens_an_incarnation_of_its_own_even_without_a_checkpoint(tmp_path, torch_thread):

@@ -87,6 +87,12 @@ def test_a_tensor_of_another_shape_is_named_and_nothing_is_loaded(tmp_path):
     assert torch.equal(to_hf(built)[EMBEDDING], before)
 
 
+def test_a_config_of_more_layers_than_there_are_is_refused_before_any_is_built(tmp_path):
+    save_model(model(), tmp_path)
+    with pytest.raises(ConfigError, match="it is to have 1000000 layers, and has tensors of 2$"):
+        load_model(SIZES.model_copy(update={"n_layers": 10**6}), tmp_path)
+
+
 def test_a_tied_head_may_be_written_out_but_not_differ(tmp_path):
     save_model(model(), tmp_path)
     embedding = load_file(tmp_path / WEIGHTS_FILE)[EMBEDDING].clone()
