@@ -89,7 +89,7 @@ def test_a_tensor_of_another_shape_is_named_and_nothing_is_loaded(tmp_path):
 
 def test_a_config_of_more_layers_than_there_are_is_refused_before_any_is_built(tmp_path):
     save_model(model(), tmp_path)
-    with pytest.raises(ConfigError, match="it is to have 1000000 layers, and has tensors of 2$"):
+    with pytest.raises(ConfigError, match=r"it is to have 1000000 layers, and has tensors of 2$"):
         load_model(SIZES.model_copy(update={"n_layers": 10**6}), tmp_path)
 
 
