@@ -27,6 +27,7 @@ from slipstream.trainer.objective import build_objective
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import plain_name
 from slipstream.trainer.packed import Packed
+from slipstream.trainer.parallel.filling import fill
 from slipstream.trainer.parallel.layout import Layout
 from slipstream.trainer.parallel.roll import RankLost, Roll
 from slipstream.trainer.parallel.sharding import gradient_norm
@@ -134,10 +135,19 @@ def reference(kind: str, plan: Any, path: str, loss: str = "tokens") -> float:
     return total
 
 
-def learner(kind: str, layout: dict[str, Any], loss: str = "tokens", **parallel: Any) -> Learner:
-    """This rank's, of a model that all start from."""
+def learner(
+    kind: str, layout: dict[str, Any], loss: str = "tokens", *, filled: bool = False, **parallel: Any
+) -> Learner:
+    """This rank's, of a model that all start from; `filled`: that rank 0 alone has."""
     optim = OptimConfig(lr=1e-3, balance_coefficient=BALANCE if kind != "dense" else 0.0, warmup_steps=0)
-    return Learner(make(kind), optim, LOSSES[loss], None, World(Layout(**layout)), ParallelConfig(**parallel))
+    world, config = World(Layout(**layout)), ParallelConfig(**parallel)
+    if not filled:
+        return Learner(make(kind), optim, LOSSES[loss], None, world, config)
+    with torch.device("meta"):
+        model = make(kind, started=False)
+    agent = Learner(model, optim, LOSSES[loss], None, world, config)
+    fill(agent.model, None if world.rank else make(kind), world)
+    return agent
 
 
 def inputs_of(batches: Any) -> int:

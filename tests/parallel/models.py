@@ -40,15 +40,16 @@ DENSE_SIZES = Qwen3Config(
 )
 
 
-def make(kind: str, seed: int = 0) -> Any:
+def make(kind: str, seed: int = 0, *, started: bool = True) -> Any:
     """`moe`; `lora`, the same with adapters as after some steps; or `dense` with the embedding as its head."""
     family, sizes = (qwen3, DENSE_SIZES) if kind == "dense" else (qwen3_moe, SIZES)
     model = family.build_model(sizes)
-    family.init_weights(model, seed)
+    if started:
+        family.init_weights(model, seed)
     if kind == "lora":
         attach(model, LoraConfig(rank=4), seed)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
-            if name.endswith("lora_b"):
+            if started and name.endswith("lora_b"):
                 parameter.data.normal_(0.0, 0.2, generator=generator)
     return model

@@ -91,6 +91,12 @@ def test_adapters_learn_the_same_under_every_layout(pool, references, layout, tm
     check(pool, references("lora"), "lora", layout, tmp_path / "grads")
 
 
+@pytest.mark.parametrize("kind", ["moe", "lora"])
+@pytest.mark.parametrize("context", [{"context": 1}, {"context": 2, "context_kind": "ring"}], ids=str)
+def test_a_model_that_only_one_rank_ever_had_whole_learns_the_same(pool, references, kind, context, tmp_path):
+    check(pool, references(kind), kind, {"data": 2, "expert": 2} | context, tmp_path / "grads", filled=True)
+
+
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_what_is_computed_again_takes_the_same_routes(pool, references, checkpointing, kind, tmp_path):

@@ -9,13 +9,22 @@ from slipstream.trainer.config import ComputeConfig
 from slipstream.trainer.parallel.sharding import Passes
 
 
-def device_of(config: ComputeConfig) -> torch.device:
-    """The device of a rank. Raises `ConfigError` where there is none."""
+def device_of(config: ComputeConfig, place: int = 0) -> torch.device:
+    """The device of the rank with this number on its machine; of cards, the one that torch uses from now on.
+
+    Raises `ConfigError` where there is none.
+    """
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError('trainer.compute.device is "cuda", and this PyTorch sees no card')
-    return torch.device("cuda", 0)
+    count = torch.cuda.device_count()
+    if place >= count:
+        raise ConfigError(
+            f'trainer.compute.device is "cuda": rank {place} of this machine has no card, there are {count}'
+        )
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
 
 
 def passes_of(config: ComputeConfig) -> Passes:

@@ -106,7 +106,7 @@ class ComputeConfig(BaseConfig):
     """Where and how a rank computes. Only the defaults have been measured."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: the first card that the process sees."""
+    """cuda: of the cards that the process sees, the one with its number among the machine's ranks."""
 
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of products in forward and backward passes. Weights, gradients and moments are float32 in any case. Engines that
@@ -122,6 +122,9 @@ class RankConfig(BaseConfig):
     rank: int = Field(default=0, ge=0)
     rank_count: int = Field(default=1, ge=1)
 
+    local_rank: int | None = Field(default=None, ge=0)
+    """Its number among the ranks of its machine, by which it takes a card. Unset: all are on one."""
+
     rendezvous: str = ""
     """Where ranks meet: tcp://host:port of a store that rank 0 keeps, or env:// for torchrun's."""
 
@@ -130,6 +133,11 @@ class RankConfig(BaseConfig):
         if self.rank >= self.rank_count:
             raise ValueError(f"rank: {self.rank} is not one of {self.rank_count}")
         return self
+
+    @property
+    def place(self) -> int:
+        """Its number among the ranks of its machine."""
+        return self.rank if self.local_rank is None else self.local_rank
 
 
 class CheckpointConfig(BaseConfig):
@@ -221,8 +229,6 @@ class TrainerConfig(ServiceConfig):
             self.parallel.layout(self.group.rank_count)
             if self.lora is not None and self.lora.publish != "merged":
                 raise ValueError('lora.publish: several ranks publish merged weights; say "merged"')
-            if self.compute.device == "cuda":
-                raise ValueError("compute.device: several ranks compute on CPUs; on cards they have not been tried")
             if self.parallel.timeout_s <= self.rows_timeout_s:
                 raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
         return self

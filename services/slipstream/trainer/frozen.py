@@ -37,7 +37,7 @@ class FrozenModels:
     def load(cls, config: TrainerConfig) -> FrozenModels:
         """Read them from disk; the run's model directory holds the start of step 1. Raises `ConfigError`."""
         reference = teacher = None
-        device = device_of(config.compute)
+        device = device_of(config.compute, config.group.place)
         if config.loss.reference_kl_coefficient:
             reference = _freeze(load_model(load_sizes(config.model_dir), config.model_dir), device)
         if config.loss.type == "distillation":

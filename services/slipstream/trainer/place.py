@@ -16,7 +16,7 @@ def placed(config: TrainerConfig) -> TrainerConfig:
     if "TORCHELASTIC_RUN_ID" not in ENVIRONMENT or config.group.rank_count > 1:
         return config
     rank, local = int(ENVIRONMENT["RANK"]), int(ENVIRONMENT["LOCAL_RANK"])
-    group = RankConfig(rank=rank, rank_count=int(ENVIRONMENT["WORLD_SIZE"]), rendezvous="env://")
+    group = RankConfig(rank=rank, rank_count=int(ENVIRONMENT["WORLD_SIZE"]), local_rank=local, rendezvous="env://")
     changed: dict[str, Any] = {
         "group": group.model_dump(),
         "replica": f"{config.replica or 'trainer'}-{rank}" if rank else config.replica,

@@ -31,12 +31,7 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
 
     `resumed`: its weights come from a checkpoint, and the model directory has those of step 0 already. Rank 0 knows.
     """
-    from slipstream.models.fp8.modules import convert
-    from slipstream.models.lora.adapters import attach
-    from slipstream.trainer.compute import device_of, passes_of
-    from slipstream.trainer.frozen import FrozenModels
     from slipstream.trainer.parallel.meeting import meet
-    from slipstream.trainer.step import Learner
 
     def on_progress(progress: SftProgress) -> None:
         if status.stop.is_set():
@@ -45,28 +40,52 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
         status.metrics = sft_figures(progress)
 
     check_model(config, sizes_at_start(config))
-    world, figures = meet(config.group, config.parallel), {}
+    world, figures = meet(config.group, config.parallel, config.compute), {}
+    sizes, model = sizes_at_start(config), None
     if world.rank:
-        model = _await_model(config, world, status)
-    elif resumed:
-        sizes = load_sizes(config.model_dir)
-        model = find_architecture(sizes.architecture).build_model(sizes)
-    else:
+        _await_start(world, status)
+    elif not resumed:
         model, figures = make_model(config, on_progress, status)
+    else:
+        model = find_architecture(sizes.architecture).build_model(sizes)
     if world.rank == 0 and not world.alone:
         world.board.put(STARTED, "1")
-    with world.watching():
-        world.share([*model.parameters(), *model.buffers()])
+    learner = _learner(config, world, model, sizes, status)
+    return learner, figures
+
+
+def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Sizes, status: Status) -> Learner:
+    """Of the weights that rank 0 has; of none where a checkpoint has them, which is loaded next."""
+    from slipstream.trainer.compute import passes_of
+    from slipstream.trainer.frozen import FrozenModels
+    from slipstream.trainer.parallel.filling import fill, without_weights
+    from slipstream.trainer.step import Learner
+
+    source: Any = model and _extended(config, model)
+    tree: Any = source
+    if world.alone:
+        tree.to(world.device)
+    else:  # no rank has room for all of it where it computes
+        tree = _extended(config, without_weights(sizes))
+    status.parameter_count = sum(parameter.numel() for parameter in tree.parameters())
+    passes = passes_of(config.compute)
+    learner = Learner(tree, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
+    if not world.alone:
+        with world.watching():
+            fill(learner.model, source, world)
+    return learner
+
+
+def _extended(config: TrainerConfig, model: Model) -> Model:
+    """With what FP8 and adapters change about it."""
+    from slipstream.models.fp8.modules import convert
+    from slipstream.models.lora.adapters import attach
+
     if config.fp8 is not None:
         convert(model, config.fp8)
     if config.lora is not None:
         attach(model, config.lora, config.seed)
-    status.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    tree: Any = model
-    tree.to(device_of(config.compute))
-    passes = passes_of(config.compute)
-    learner = Learner(model, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
-    return learner, figures
+    return model
 
 
 def check_model(config: TrainerConfig, sizes: Sizes) -> None:
@@ -81,13 +100,10 @@ def check_model(config: TrainerConfig, sizes: Sizes) -> None:
         raise ConfigError(f"{key}: {sentence}")
 
 
-def _await_model(config: TrainerConfig, world: World, status: Status) -> Model:
-    """A model of the right sizes, once rank 0 has the weights for it."""
-    sizes = sizes_at_start(config)
-    model = find_architecture(sizes.architecture).build_model(sizes)
+def _await_start(world: World, status: Status) -> None:
+    """Return once rank 0 has what step 1 starts from."""
     if world.board.wait_for(STARTED, status.stop.is_set) is None:
         raise Stopped("stopped while rank 0 made the model")
-    return model
 
 
 def make_model(

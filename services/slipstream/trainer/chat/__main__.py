@@ -28,9 +28,9 @@ from slipstream.models.registry import BUILT_IN, read_config, sizes_of
 from slipstream.trainer.chat.config import ChatConfig
 from slipstream.trainer.chat.examples import BadRows, load_dataset
 from slipstream.trainer.chat.finetuner import Diverged, Finetuner, Progress
-from slipstream.trainer.compute import device_of
 from slipstream.trainer.model_dir import move_into_place
 from slipstream.trainer.model_probe import problems
+from slipstream.trainer.parallel.filling import fill, without_weights
 from slipstream.trainer.parallel.meeting import meet
 from slipstream.trainer.parallel.roll import RankLost
 from slipstream.trainer.parallel.world import World
@@ -73,7 +73,7 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
-        world = meet(config.group, config.parallel)
+        world = meet(config.group, config.parallel, config.compute)
         with world.watching():
             finetuner = _prepare(config, world, stop)
             if finetuner.run(Reporter(config), stop.is_set):
@@ -100,9 +100,13 @@ def _prepare(config: ChatConfig, world: World, stop: threading.Event) -> Finetun
     _check_model(config, sizes)
     template = ChatTemplate.load(start, config.data.chat_template)
     data = load_dataset(config.data, TextCodec.load(start), template, config.seed)
-    model: Any = load_model(sizes, start)
-    model.to(device_of(config.compute))
-    finetuner = Finetuner(model, config, data, world, stop.is_set)
+    model: Any = None if world.rank else load_model(sizes, start)
+    if world.alone:
+        model.to(world.device)
+        finetuner = Finetuner(model, config, data, world, stop.is_set)
+    else:
+        finetuner = Finetuner(without_weights(sizes), config, data, world, stop.is_set)
+        fill(finetuner.learner.model, model, world)
     try:
         step = finetuner.restore()
     except ValueError as error:

@@ -26,13 +26,13 @@ from slipstream.trainer.parallel.slices import Slice, rank_index
 class Ulysses:
     """Each rank attends with its share of the heads."""
 
-    def __init__(self, part: Slice, group: dist.ProcessGroup) -> None:
+    def __init__(self, part: Slice, group: dist.ProcessGroup, device: torch.device) -> None:
         ranks, total = dist.get_world_size(group), sum(part.lengths)
         # Tokens arrive rank by rank; documents want them in order.
         arriving_T = np.concatenate([rank_index(total, ranks, rank) for rank in range(ranks)])
-        self._arriving_T = torch.from_numpy(arriving_T)
-        self._order_T = torch.from_numpy(np.argsort(arriving_T))
-        self._documents = Documents.of_lengths(part.lengths)
+        self._arriving_T = torch.from_numpy(arriving_T).to(device)
+        self._order_T = torch.from_numpy(np.argsort(arriving_T)).to(device)
+        self._documents = Documents.of_lengths(part.lengths, device)
         self._group = group
 
     def attend(self, layer: int, q_1TNH: Tensor, k_1TGH: Tensor, v_1TGH: Tensor, scale: float | None) -> Tensor:
@@ -51,4 +51,4 @@ def context_of(part: Slice, kind: ContextKind, group: dist.ProcessGroup | None, 
     """What attention layers ask for one micro-batch. Without a group all of it is here."""
     if group is None:
         return Documents.of_lengths(part.lengths, device)
-    return Ulysses(part, group) if kind == "ulysses" else Ring(part, group)
+    return Ulysses(part, group, device) if kind == "ulysses" else Ring(part, group, device)

@@ -59,10 +59,11 @@ class Place:
 
 def places_of(model: Model) -> dict[str, Place]:
     """By the names of the checkpoint. The model is whole."""
-    parameters = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters()}
+    # Storages themselves, not where they lie: those of a model on meta lie nowhere.
+    parameters = {p.untyped_storage()._cdata: (name, p) for name, p in model.named_parameters()}
     places = {}
     for name, view in model.hf_views().items():
-        owner, parameter = parameters[view.untyped_storage().data_ptr()]
+        owner, parameter = parameters[view.untyped_storage()._cdata]
         if view.shape[-1] > 1 and view.stride(-1) != 1:
             raise ValueError(f"{name}: the rows of a checkpoint's tensor must lie in one piece")
         offset = view.storage_offset() - parameter.storage_offset()
@@ -89,7 +90,7 @@ def _merged(box: Box, a: Tensor, b: Tensor, scale: float) -> Box:
 
 
 def _boxes(name: str, place: Place, parameter: Tensor) -> list[Box]:
-    offsets, local = _held(parameter)
+    offsets, local = held(parameter)
     if not local.numel():  # too small for all ranks to have some
         return []
     size, starts = place.row_size, place.row_starts()
@@ -112,7 +113,7 @@ def _boxes(name: str, place: Place, parameter: Tensor) -> list[Box]:
     return boxes
 
 
-def _held(parameter: Tensor) -> tuple[tuple[int, ...], Tensor]:
+def held(parameter: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Where this rank's box of a parameter begins, and its values."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.ndim, parameter

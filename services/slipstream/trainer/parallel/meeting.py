@@ -9,13 +9,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.common.config import ConfigError
-from slipstream.trainer.config import ParallelConfig, RankConfig
+from slipstream.trainer.compute import device_of
+from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
 from slipstream.trainer.parallel.board import Board
 from slipstream.trainer.parallel.roll import Roll
 from slipstream.trainer.parallel.world import World
@@ -27,11 +27,12 @@ SILENCE_PART = 0.25
 """Of `timeout_s`, after which a rank that gives no sign is lost to those that wait outside of collectives."""
 
 
-def meet(place: RankConfig, parallel: ParallelConfig) -> World:
+def meet(place: RankConfig, parallel: ParallelConfig, compute: ComputeConfig) -> World:
     """The world of all ranks, once they are there; of this one where it is alone. Raises `ConfigError`."""
+    device = device_of(compute, place.place)
     layout = parallel.layout(place.rank_count)
     if place.rank_count == 1:
-        return World(layout)
+        return World(layout, device=device)
     start = timedelta(seconds=START_TIMEOUT_S)
     try:
         store, rank, count = next(
@@ -40,10 +41,10 @@ def meet(place: RankConfig, parallel: ParallelConfig) -> World:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"rank {place.rank}: the ranks did not meet at {place.rendezvous}: {error}") from None
     timeout = timedelta(seconds=parallel.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=count, timeout=timeout)
     shared: Any = store  # a type without `clone`
     own = shared.clone()  # a connection of its own: the backend holds the other while it waits
     own.set_timeout(timeout)
     roll = Roll(PrefixStore("roll", own), rank, count, silence_s=SILENCE_PART * parallel.timeout_s)
-    return World(layout, roll, Board(PrefixStore("board", own), roll))
+    return World(layout, roll, Board(PrefixStore("board", own), roll), device)

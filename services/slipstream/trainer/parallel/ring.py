@@ -39,14 +39,14 @@ class _Places:
 class Ring:
     """Keys and values go round the group."""
 
-    def __init__(self, part: Slice, group: dist.ProcessGroup) -> None:
+    def __init__(self, part: Slice, group: dist.ProcessGroup, device: torch.device) -> None:
         mine = torch.from_numpy(part.document_S), torch.from_numpy(part.positions_S)
         places = [_Places(*row) for row in _gathered(torch.stack(mine), group)]
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
         # One mask a hop, the same for all layers; None where there is nothing to see.
         masks = [places[rank].sees(places[(rank - hop) % ranks]) for hop in range(ranks)]
-        self._masks = [mask if bool(mask.any()) else None for mask in masks]
+        self._masks = [mask.to(device) if bool(mask.any()) else None for mask in masks]
 
     def attend(self, layer: int, q_1TNH: Tensor, k_1TGH: Tensor, v_1TGH: Tensor, scale: float | None) -> Tensor:
         """Attention output of this rank's tokens."""

@@ -185,7 +185,10 @@ def shard(
     compiler: str | None = None,
     passes: Passes = DEFAULT_PASSES,
 ) -> Ranked:
-    """Spread `model`, which is whole and the same on all ranks, in place. `compiler`: torch's name of a backend."""
+    """Spread `model`, which is whole and the same on all ranks, in place. `compiler`: torch's name of a backend.
+
+    On meta it is without weights, and each rank gets room for its part alone, which `filling.py` or a checkpoint fills.
+    """
     world.layout.check_heads(model.sizes.n_heads, model.sizes.n_kv_heads)
     expert_mesh = world.dims and world.dims.get_optional_mesh("ep")
     if expert_mesh is not None:
@@ -217,6 +220,9 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             # Otherwise the factor travels as PREMUL_SUM, which gloo has not.
             module.set_force_sum_reduction_for_comms(True)
+    if any(parameter.is_meta for parameter in ranked.parameters()):
+        ranked.to_empty(device=world.device)
+    ranked.device = world.device
     return ranked
 
 
@@ -231,6 +237,7 @@ def _spread_experts(model: Any, mesh: DeviceMesh) -> None:
             raise ValueError(f"expert: {ranks} ranks cannot share {routed.inner_experts.num_experts} experts evenly")
         for name, weight in list(routed.inner_experts.named_parameters(recurse=False)):
             local = weight.detach().chunk(ranks)[rank].clone()
+            local = local if local.is_meta else local.to(mesh.device_type)
             spread = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
             spread.requires_grad_(weight.requires_grad)
             routed.inner_experts.register_parameter(name, spread)

@@ -22,18 +22,27 @@ from slipstream.trainer.parallel.layout import Layout
 from slipstream.trainer.parallel.roll import Roll
 
 with light_imports():
+    from torchtitan.distributed import parallel_dims
     from torchtitan.distributed.parallel_dims import ParallelDims
 
 
 class World:
     """All ranks, and the place of this one."""
 
-    def __init__(self, layout: Layout | None = None, roll: Roll | None = None, board: Board | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        roll: Roll | None = None,
+        board: Board | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         layout = layout or Layout()
         self.layout = layout
+        self.device = device or torch.device("cpu")
+        """Where this rank computes. What is no part of the model goes between ranks on their CPUs in any case."""
         self.roll = roll
         self._board = board
-        self.dims = None if layout.rank_count == 1 else _meshes(layout)
+        self.dims = None if layout.rank_count == 1 else _meshes(layout, self.device.type)
         self.rank = 0 if self.dims is None else dist.get_rank()
         self.data_rank, self.context_rank = layout.coordinate(self.rank)
         context = None if self.dims is None else self.dims.get_optional_mesh("cp")
@@ -116,7 +125,8 @@ class World:
         return reduced
 
 
-def _meshes(layout: Layout) -> ParallelDims:
+def _meshes(layout: Layout, device_type: str) -> ParallelDims:
+    parallel_dims.device_type = device_type  # a name that torchtitan took from what it found when it was imported
     dims = ParallelDims(
         dp_replicate=1,
         dp_shard=layout.data,
