@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -62,6 +64,19 @@ def test_ranks_of_the_trainer_take_every_step_and_publish_every_version_together
         lines = (finished.synchronous.path / "timeline" / f"{rank}.jsonl").read_text().splitlines()
         kinds = Counter(json.loads(line)["kind"] for line in lines)
         assert (kinds["train_step"], kinds["publish"]) == (4, 5), rank
+
+
+def test_what_a_run_has_stored_is_trained_once_more_by_the_trainer_alone(finished, tmp_path):
+    recorded = finished.synchronous
+    asked = ["-m", "slipstream.launcher", "rl", "--replay-rollouts", str(recorded.path), f"--run.directory={tmp_path}"]
+    ended = subprocess.run([sys.executable, *asked], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    lines = (tmp_path / f"{recorded.path.name}-replay" / "metrics.jsonl").read_text().splitlines()
+    again, then = [json.loads(line) for line in lines], recorded.metrics("step")
+    assert [record["step"] for record in again] == [record["step"] for record in then]
+    assert not any(record["sequences_lost"] for record in again)
+    for name in ("loss", "grad_norm", "loss_tokens", "entropy"):  # of the same weights, which take the same routes
+        assert again[0][name] == pytest.approx(then[0][name], rel=1e-3, abs=1e-5), name
 
 
 def test_the_report_has_every_figure(finished):

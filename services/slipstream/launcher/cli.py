@@ -27,6 +27,8 @@ usage: slipstream COMMAND
 
   rl @ FILE.toml [--section.field=VALUE]...   run everything: warm-up, evaluation, reinforcement learning, report
   rl --resume RUN                             go on with a run that was stopped or killed, from its last checkpoint
+  rl --replay-rollouts RUN [--section.field=VALUE]...
+                                              train once more what a run has stored, by the trainer alone
   up @ FILE.toml [--section.field=VALUE]...   the same, but stay up after the end, until stopped
   sft @ FILE.toml [--section.field=VALUE]...  fine-tune on the conversations of [data], or without that section do the
                                               supervised warm-up alone; leaves runs/NAME/model
@@ -99,6 +101,8 @@ def _fail(message: str) -> NoReturn:
 
 
 def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
+    if "--replay-rollouts" in arguments:
+        return _replay(arguments)
     resumed = None
     if "--resume" in arguments:
         from slipstream.launcher.resume import find_resumable
@@ -111,6 +115,15 @@ def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
     from slipstream.launcher.rl import run_rl
 
     return run_rl(config, stay_up=stay_up, resumed=resumed)
+
+
+def _replay(arguments: list[str]) -> int:
+    from slipstream.launcher.replay import recorded_run, replay
+
+    recorded, arguments = recorded_run(arguments)
+    config = load(arguments, "slipstream rl")
+    own_start = any(override.startswith("trainer.initial_model") for override in parse_arguments(arguments).overrides)
+    return 0 if config is None else replay(config, recorded, own_start=own_start)
 
 
 def _up(arguments: list[str]) -> int:
