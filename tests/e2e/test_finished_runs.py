@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from run_process import environment
 
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.rundir import RunDir
@@ -69,7 +70,9 @@ def test_ranks_of_the_trainer_take_every_step_and_publish_every_version_together
 def test_what_a_run_has_stored_is_trained_once_more_by_the_trainer_alone(finished, tmp_path):
     recorded = finished.synchronous
     asked = ["-m", "slipstream.launcher", "rl", "--replay-rollouts", str(recorded.path), f"--run.directory={tmp_path}"]
-    ended = subprocess.run([sys.executable, *asked], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, *asked], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     lines = (tmp_path / f"{recorded.path.name}-replay" / "metrics.jsonl").read_text().splitlines()
     again, then = [json.loads(line) for line in lines], recorded.metrics("step")
