@@ -22,6 +22,7 @@ from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run
 from slipstream.launcher.services import service_command, write_configs
 from slipstream.launcher.session import STOP_SIGNALS
 from slipstream.launcher.sft import REPLICA, run_children
+from slipstream.models.lora.config import AdapterConfig
 from slipstream.models.registry import CONFIG_FILE
 from slipstream.trainer.chat.config import ChatConfig, CheckpointConfig, DataConfig, StartConfig, TrainingConfig
 from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
@@ -48,6 +49,8 @@ class ChatRunConfig(BaseConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     compute: ComputeConfig = ComputeConfig()
+    lora: AdapterConfig | None = None
+    """Train low-rank adapters alone. The model that is left has them merged."""
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info")
     """Level of the log."""

@@ -20,7 +20,7 @@ from slipstream.models.base import Sizes
 from slipstream.models.fp8.config import Fp8Config
 from slipstream.models.fp8.modules import convert
 from slipstream.models.lora.adapters import attach
-from slipstream.models.lora.config import LoraConfig
+from slipstream.models.lora.config import AdapterConfig, LoraConfig
 from slipstream.models.registry import find_architecture, sizes_of
 from slipstream.trainer.optim_config import ParameterGroupConfig
 
@@ -29,7 +29,7 @@ NAMES_SHOWN = 3
 
 
 def problems(
-    sizes: Sizes, lora: LoraConfig | None, fp8: Fp8Config | None, groups: Sequence[ParameterGroupConfig]
+    sizes: Sizes, lora: AdapterConfig | None, fp8: Fp8Config | None, groups: Sequence[ParameterGroupConfig]
 ) -> list[Problem]:
     """The first thing that a model of these sizes does not have, if any: the key that names it, and a sentence."""
     if lora is None and fp8 is None and not groups:

@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from slipstream.models.checkpoint import save_model
 from slipstream.models.registry import find_architecture, load_sizes
@@ -98,6 +100,23 @@ def resumed(run: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended
+
+
+def test_adapters_are_left_merged_and_by_themselves(root):
+    changes = ("--data.bad-rows=skip", "--training.max-steps=3", "--lora.rank=2")
+    asked = command("@", root / "sft.toml", *changes)
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    run = root / "runs" / "chat"
+    start, model = (load_file(path / "model.safetensors") for path in (root / "start", run / "model"))
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+    scale = json.loads((run / "adapter" / "adapter_config.json").read_text())["lora_alpha"] / 2
+    expected = start[f"{name}.weight"] + scale * (b @ a)
+    np.testing.assert_allclose(model[f"{name}.weight"], expected, atol=1e-6)
+    assert np.abs(b).max() > 0
+    assert (model["model.embed_tokens.weight"] == start["model.embed_tokens.weight"]).all()
 
 
 def test_groups_that_match_nothing_are_refused_and_leave_no_folder(root):

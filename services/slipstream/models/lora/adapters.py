@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.common.config import ConfigError
 from slipstream.models.base import Model
-from slipstream.models.lora.config import LoraConfig
+from slipstream.models.lora.config import AdapterConfig
 from slipstream.models.lora.modules import LORA_A, LORA_B, adapt, adapter_name
 from slipstream.models.projections import owners, start_of
 from slipstream.models.targets import chosen, last_part
@@ -50,7 +50,7 @@ class Site:
 class Adapters:
     """What `attach` made; `model.adapters`."""
 
-    def __init__(self, config: LoraConfig, sites: dict[str, Site]) -> None:
+    def __init__(self, config: AdapterConfig, sites: dict[str, Site]) -> None:
         self.config = config
         self._sites = sites
 
@@ -84,7 +84,7 @@ class Adapters:
         return (matrix.float() + self.config.scale * (b.float() @ a.float())).to(matrix.dtype)
 
 
-def attach(model: Model, config: LoraConfig, seed: int) -> Adapters:
+def attach(model: Model, config: AdapterConfig, seed: int) -> Adapters:
     """Give a model adapters, which add nothing yet, and freeze all else. Before it is sharded.
 
     Raises:

@@ -10,7 +10,7 @@ from slipstream.common.config import BaseConfig
 from slipstream.models.targets import GROUPS, checked
 
 
-class LoraConfig(BaseConfig):
+class AdapterConfig(BaseConfig):
     """Train a product of two narrow matrices beside each weight, which stays as it is."""
 
     rank: int = Field(default=16, ge=1)
@@ -23,10 +23,6 @@ class LoraConfig(BaseConfig):
     """What gets adapters: "attention", "mlp", "experts", or projections by the last part of their Hugging Face name,
     such as "q_proj". The router never does."""
 
-    publish: Literal["adapter", "merged"] = "adapter"
-    """"adapter": versions after the first carry the adapter alone, and workers add it to the first one's weights, which
-    they keep in memory. "merged": every version carries all weights."""
-
     @field_validator("targets")
     @classmethod
     def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -35,3 +31,11 @@ class LoraConfig(BaseConfig):
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+class LoraConfig(AdapterConfig):
+    """Train a product of two narrow matrices beside each weight, which stays as it is."""
+
+    publish: Literal["adapter", "merged"] = "adapter"
+    """"adapter": versions after the first carry the adapter alone, and workers add it to the first one's weights, which
+    they keep in memory. "merged": every version carries all weights."""

@@ -22,8 +22,10 @@ from slipstream.common.runtime import leave
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.chat_template import ChatTemplate
 from slipstream.environments.tokenizer import CHAT_FILES, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec
-from slipstream.models.base import Sizes
+from slipstream.models.base import Model, Sizes
 from slipstream.models.checkpoint import load_model, save_model, save_tensors
+from slipstream.models.lora.adapters import adapters_of, attach
+from slipstream.models.lora.peft import save_adapters
 from slipstream.models.registry import BUILT_IN, read_config, sizes_of
 from slipstream.trainer.chat.config import ChatConfig
 from slipstream.trainer.chat.examples import BadRows, load_dataset
@@ -100,12 +102,12 @@ def _prepare(config: ChatConfig, world: World, stop: threading.Event) -> Finetun
     _check_model(config, sizes)
     template = ChatTemplate.load(start, config.data.chat_template)
     data = load_dataset(config.data, TextCodec.load(start), template, config.seed)
-    model: Any = None if world.rank else load_model(sizes, start)
+    model: Any = None if world.rank else _extended(config, load_model(sizes, start))
     if world.alone:
         model.to(world.device)
         finetuner = Finetuner(model, config, data, world, stop.is_set)
     else:
-        finetuner = Finetuner(without_weights(sizes), config, data, world, stop.is_set)
+        finetuner = Finetuner(_extended(config, without_weights(sizes)), config, data, world, stop.is_set)
         fill(finetuner.learner.model, model, world)
     try:
         step = finetuner.restore()
@@ -122,6 +124,12 @@ def _prepare(config: ChatConfig, world: World, stop: threading.Event) -> Finetun
     return finetuner
 
 
+def _extended(config: ChatConfig, model: Model) -> Model:
+    if config.lora is not None:
+        attach(model, config.lora, config.seed)
+    return model
+
+
 def _check_model(config: ChatConfig, sizes: Sizes) -> None:
     """Raise `ConfigError` for what a model of these sizes does not allow, before there is one."""
     if config.data.max_tokens > sizes.max_context_tokens:
@@ -131,14 +139,16 @@ def _check_model(config: ChatConfig, sizes: Sizes) -> None:
         config.parallel.layout(config.group.rank_count).check_sizes(sizes)
     except ValueError as error:
         raise ConfigError(f"parallel.{error}") from None
-    for key, sentence in problems(sizes, None, None, config.optim.groups):
+    for key, sentence in problems(sizes, config.lora, None, config.optim.groups):
         raise ConfigError(f"{key.removeprefix('trainer.')}: {sentence}")
 
 
 def _leave_model(config: ChatConfig, finetuner: Finetuner) -> None:
     """Weights, sizes, tokenizer and chat template: what `slipstream rl` starts from, and transformers loads."""
     learner, scratch = finetuner.learner, config.model_dir / ".new"
-    tensors = {} if learner.world.alone else learner.whole_tensors()  # all ranks take part
+    adapters = adapters_of(learner.model)
+    halves = {} if adapters is None else adapters.tensors()  # all ranks take part
+    tensors = {} if learner.world.alone else learner.whole_tensors()
     if learner.world.rank:
         return
     if tensors:
@@ -151,6 +161,8 @@ def _leave_model(config: ChatConfig, finetuner: Finetuner) -> None:
             source = config.data.chat_template
         if source.exists():
             replace_file(scratch / name, source.read_bytes())
+    if adapters is not None:
+        save_adapters(adapters, halves, str(config.start.initial), config.adapter_dir)
     move_into_place(scratch, config.model_dir)
 
 

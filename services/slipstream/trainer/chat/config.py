@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.base import Turns
+from slipstream.models.lora.config import AdapterConfig
 from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
 from slipstream.trainer.optim_config import OptimConfig
 
@@ -91,6 +92,9 @@ class ChatConfig(ServiceConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     compute: ComputeConfig = ComputeConfig()
+    lora: AdapterConfig | None = None
+    """Train low-rank adapters alone. The model that is left has them merged."""
+
     group: RankConfig = RankConfig()
 
     @model_validator(mode="after")
@@ -102,6 +106,11 @@ class ChatConfig(ServiceConfig):
     def model_dir(self) -> Path:
         """Where the trained model is left."""
         return self.run_dir / "model"
+
+    @property
+    def adapter_dir(self) -> Path:
+        """Where adapters are left by themselves."""
+        return self.run_dir / "adapter"
 
     @property
     def checkpoint_dir(self) -> Path:

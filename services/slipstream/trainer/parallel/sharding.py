@@ -263,7 +263,9 @@ def slice_for(ranked: Ranked, batch: Sequence[TrainSequence | Lost]) -> Slice:
 def gradient_norm(ranked: Ranked) -> Tensor:
     """Norm of the whole gradient. Every entry is on exactly one rank, so squares add up over all of them."""
     parts = [local(p.grad) for p in ranked.parameters() if p.grad is not None]
-    square = torch.stack([grad.square().sum() for grad in parts]).sum() if parts else torch.zeros((), device=ranked.device)
+    square = (
+        torch.stack([grad.square().sum() for grad in parts]).sum() if parts else torch.zeros((), device=ranked.device)
+    )
     return ranked.world.sum(square).sqrt()
 
 
