@@ -142,6 +142,7 @@ def test_ranks_of_the_trainer_get_a_process_each_and_share_the_data_as_they_can(
     assert configs["trainer-3"].model_dump()["group"] == {
         "rank": 3,
         "rank_count": 4,
+        "local_rank": None,
         "rendezvous": "tcp://127.0.0.1:1",
     }
     with pytest.raises(ConfigError, match=r"2 context ranks each are not the 3 ranks; trainer.nproc is 3"):
