@@ -148,7 +148,6 @@ def test_ranks_of_the_trainer_get_a_process_each_and_share_the_data_as_they_can(
     with pytest.raises(ConfigError, match=r"2 context ranks each are not the 3 ranks; trainer.nproc is 3"):
         check(load_config(RUN_CONFIG, [toml], ["trainer.nproc=3", "trainer.parallel.context=2"]))
     for flag, said in {
-        "trainer.compute.device=cuda": "several ranks compute on CPUs",
         "trainer.parallel.timeout-s=20": "which must be less",
         "trainer.parallel.expert=3": "expert: 3 does not divide the 2 ranks",
     }.items():
