@@ -17,7 +17,7 @@ from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run
 from slipstream.launcher.services import service_command, write_configs
 from slipstream.launcher.sft import REPLICA, run_children
 from slipstream.orchestrator.journal import read_journal
-from slipstream.orchestrator.sequencer import unpacked
+from slipstream.orchestrator.replay import unpacked
 from slipstream.trainer.replay_config import ReplayConfig
 
 if TYPE_CHECKING:
