@@ -49,7 +49,9 @@ def replay(config: RunConfig, recorded: RunDir, *, own_start: bool) -> int:
             raise LauncherError(f"{recorded.path} has sealed no step, or its journal is gone")
         run.config_file.write_text(dump_toml(config))
         # It speaks to nobody, so its peers' addresses do not matter.
-        nowhere = dict.fromkeys((REPLICA, "orchestrator", "broadcaster", "prefill-1", "decode-1"), f"{LOOPBACK}:1")
+        nowhere: dict[str, str] = dict.fromkeys(
+            (REPLICA, "orchestrator", "broadcaster", "prefill-1", "decode-1"), f"{LOOPBACK}:1"
+        )
         trainer = resolve(config, run, nowhere, redis_url="redis://localhost")[REPLICA]
         values = trainer.model_dump(exclude_unset=True) | {"nproc": 1, "parallel": {}}
         values |= {"recorded": recorded.path, "plans": run.path / "plans"}
