@@ -67,6 +67,7 @@ READS_WALL_CLOCK = {
     "engine/worker/worker.py": "the timeline of busy intervals",
     "environments/chat_template.py": "today's date, for templates that tell it",
     "gateway/answers.py": "when an answer was made, which its client is told",
+    "environments/verifiers.py": "when an answer was made, which that library asks of every one",
     "launcher/certs.py": "from when to when a certificate is valid",
     "launcher/doctor_machine.py": "the check of the clock itself",
     "launcher/doctor_run.py": "another host's clock, and when a certificate ends",

@@ -148,7 +148,7 @@ class _Answers(Client[Ask, Any, Response, Any]):
         return Response(id=uuid4().hex, created=int(time.time()), model=model, message=said)
 
     def setup_client(self, config: Any) -> Ask:
-        raise NotImplementedError("this client is no connection")
+        raise TypeError("this client is no connection")
 
     async def to_native_tool(self, tool: Any) -> Any:
         return tool
