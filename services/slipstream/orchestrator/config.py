@@ -102,6 +102,20 @@ class BreakerConfig(BaseConfig):
     """Longest time between tries."""
 
 
+class ConcurrencyConfig(BaseConfig):
+    """How many rollouts may be in flight; within the bounds it is found out."""
+
+    enabled: bool = True
+    """Follow what the engines hold, what waits for them and what fails. Otherwise only the staleness bound and the
+    runners' slots limit what is in flight."""
+
+    min_rollouts: int = Field(default=32, ge=1)
+    """It never falls below; a group more may always run."""
+
+    max_rollouts: int = Field(default=16384, ge=1)
+    """It never rises above."""
+
+
 class OrchestratorConfig(ServiceConfig):
     """The sequencer of a run: what is run, in which order, and which weights it is trained into."""
 
@@ -182,6 +196,7 @@ class OrchestratorConfig(ServiceConfig):
     keeper: KeeperConfig = KeeperConfig()
     disk: DiskConfig = DiskConfig()
     breaker: BreakerConfig = BreakerConfig()
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
 
     tracking: list[AnyTracker] = Field(default_factory=list[AnyTracker])
     """Experiment trackers that get the figures of steps and evaluations, too."""
