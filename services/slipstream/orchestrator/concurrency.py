@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from slipstream.orchestrator.config import ConcurrencyConfig
 
-_QUICK, _SLOW, _BY_ROOM = 0.25, 0.02, 0.05
+_QUICK, _SLOW, _BY_ROOM = 0.25, 0.02, 0.06
 """By what part the limit rises in a second: quickly, or slowly and more with all KV free."""
 _IN_USE = 0.9
 """A limit of which less is used says nothing: it stays."""
-_KV_AIM, _KV_FULL = 0.92, 0.985
+_KV_AIM, _KV_FULL = 0.96, 0.985
 """Up to where KV in use may be expected to rise before the limit does, and where it counts as full."""
 _AHEAD_S = 5.0
 """How far KV in use is looked ahead."""
@@ -28,7 +28,7 @@ _WAITING = 0.25
 """Samples that may wait, as a part of those that run."""
 _SPARE = 32
 """Samples that may wait in any case, so that a small engine has the next at hand."""
-_LEAST_LEFT = 0.7
+_LEAST_LEFT = 0.85
 """What is left of the limit, at least, when samples wait: those that run may be unusually long."""
 _BACK_OFF = 0.7
 """What is left of the limit after failures for want of an engine."""
@@ -69,6 +69,7 @@ class ConcurrencyLimit:
         self._known_good = float("inf")
         """Up to here it rises quickly: nothing has spoken against so many yet, or it was so many before an outage."""
         self._last: Reading | None = None
+        self._blocks_total: int | None = None
         self._kv_rise = 0.0
         """KV in use, as a part of all, gained in a second; smoothed."""
         self._lowered_s = float("-inf")
@@ -80,40 +81,47 @@ class ConcurrencyLimit:
 
     def observe(self, reading: Reading) -> None:
         """Take in the next reading; one a second or so."""
+        self._follow_engines(reading.blocks_total)
+        if not reading.blocks_total:
+            return
         last, self._last = self._last, reading
-        if last is None or not reading.blocks_total:
-            if last is not None and last.blocks_total:
-                self._scale(0.0)
-            self._last = reading if reading.blocks_total else last
+        if last is None:
             return
         passed_s = max(1e-3, reading.at_s - last.at_s)
-        if reading.blocks_total != last.blocks_total:
-            self._scale(reading.blocks_total / last.blocks_total)
         used = reading.blocks_used / reading.blocks_total
-        weight = min(1.0, passed_s / _SMOOTHING_S)
-        rise = (used - last.blocks_used / max(last.blocks_total, 1)) / passed_s
-        self._kv_rise += weight * (rise - self._kv_rise)
+        rise = (used - last.blocks_used / last.blocks_total) / passed_s
+        self._kv_rise += min(1.0, passed_s / _SMOOTHING_S) * (rise - self._kv_rise)
         if not self._lower(reading, last, used):
             self._raise(reading, used, min(passed_s, 2.0))
+
+    def _follow_engines(self, blocks_total: int) -> None:
+        """Fall with the engines that go away; when they are back, rise quickly to where it was."""
+        before, self._blocks_total = self._blocks_total, blocks_total
+        if before is None or before == blocks_total:
+            return
+        if blocks_total < before:
+            self._known_good = max(self._known_good, self._limit)
+            self._limit = self._bounded(self._limit * blocks_total / before)
+            self.why = "engines_away"
+            self.moves[self.why] += 1
+        elif before:
+            self._known_good = max(self._known_good, self._limit * blocks_total / before)
 
     def _lower(self, reading: Reading, last: Reading, used: float) -> bool:
         """Whether something speaks against the limit."""
         preempted = reading.preemptions > last.preemptions
-        crowded = reading.waiting > max(_WAITING * reading.running, _SPARE)
+        waiting = min(reading.waiting, last.waiting)  # groups that have just come wait for a moment
+        crowded = waiting > max(_WAITING * reading.running, _SPARE)
         if not (preempted or crowded or reading.overloads or used > _KV_FULL):
             return False
-        settled = reading.at_s - self._lowered_s >= _SETTLE_S
-        if not settled:
+        if reading.at_s - self._lowered_s < _SETTLE_S:
             return True
         if reading.overloads:
-            self._known_good = max(self._limit, 1.0) if self._known_good == float("inf") else self._known_good
             self._set(min(self._limit, reading.in_flight) * _BACK_OFF, "failures", reading.at_s)
         elif crowded:
-            fits = max(reading.in_flight - reading.waiting, reading.running)
-            self._known_good = 0.0
+            fits = max(reading.in_flight - waiting, reading.running)
             self._set(max(float(fits), _LEAST_LEFT * self._limit), "waiting", reading.at_s)
         elif preempted:
-            self._known_good = 0.0
             self._set(min(self._limit, reading.in_flight) * _PREEMPTED, "preemptions", reading.at_s)
         return True
 
@@ -128,20 +136,8 @@ class ConcurrencyLimit:
         self._limit = self._bounded(max(self._limit * (1 + part * passed_s), self._limit + passed_s))
         self.why = "room"
 
-    def _scale(self, factor: float) -> None:
-        """Engines went away or came back."""
-        before = self._limit
-        if factor >= 1.0:
-            self._known_good = max(self._known_good, before * factor)
-            self.why = "engines_back"
-            return
-        self._known_good = max(before, self._known_good if self._known_good != float("inf") else before)
-        self._limit = self._bounded(before * factor)
-        self.why = "engines_away"
-        self.moves["engines_away"] += 1
-
     def _set(self, limit: float, why: str, at_s: float) -> None:
-        self._lowered_s = at_s
+        self._lowered_s, self._known_good = at_s, 0.0
         lower = self._bounded(limit)
         if lower < self._limit:
             self._limit = lower

@@ -252,12 +252,17 @@ class OrchestratorConfig(ServiceConfig):
         return self
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Part of each environment in the mixture."""
+        total = sum(environment.weight for environment in self.environments)
+        return {environment.name: environment.weight / total for environment in self.environments}
+
+    @property
     def quotas(self) -> dict[str, int]:
         """Groups of each environment in a step: largest remainders, so that they add up."""
         if not self.step_quotas or len(self.environments) == 1:
             return {}
-        total = sum(environment.weight for environment in self.environments)
-        shares = {e.name: self.groups_per_step * e.weight / total for e in self.environments}
+        shares = {name: self.groups_per_step * share for name, share in self.shares.items()}
         quotas = {name: int(share) for name, share in shares.items()}
         rest = self.groups_per_step - sum(quotas.values())
         for name in sorted(shares, key=lambda name: quotas[name] - shares[name])[:rest]:

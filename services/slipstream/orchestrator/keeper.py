@@ -60,6 +60,10 @@ class Worker:
     live: tuple[str, set[PolicyVersion]] = ("", set())
     """The epoch that was told, and the versions whose salts it keeps: those groups run at or are dispatched at."""
     group: RankGroup | None = None
+    load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
+    """As it was last reported."""
+    slot_count: int = 0
+    """Samples that it runs at once, at most."""
 
     def see(self, epoch: str, state: worker_pb2.WorkerState, version: PolicyVersion, now: float) -> bool:
         """Take in what the worker says; True when something changed."""
@@ -324,6 +328,7 @@ class VersionKeeper:
             return False
         version = PolicyVersion.from_proto(answer.version)
         worker.stale_reason, worker.group = answer.stale_reason, RankGroup.of(answer)
+        worker.load, worker.slot_count = answer.load, answer.limits.max_running_samples
         if worker.state != answer.state and answer.state == worker_pb2.WORKER_STATE_STALE:
             log.warning("worker_stale", worker=worker.replica, reason=answer.stale_reason)
         return worker.see(answer.epoch, answer.state, version, self.clock())

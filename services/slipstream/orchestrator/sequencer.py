@@ -22,6 +22,7 @@ from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.advantage import BadAdvantages, build_advantages
 from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
 from slipstream.orchestrator.breakers import Breakers
+from slipstream.orchestrator.concurrency_gate import ConcurrencyGate
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
 from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.evaluation import Evaluation
@@ -29,6 +30,7 @@ from slipstream.orchestrator.external import ExternalGroups
 from slipstream.orchestrator.failures import BAD_ADVANTAGES, OUTAGES, TOO_FEW_MEMBERS, Failures
 from slipstream.orchestrator.group_figures import GroupFigures
 from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.keeper import Worker
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
 from slipstream.orchestrator.records import check_records
@@ -127,6 +129,8 @@ class Sequencer:
         self.totals = Totals()
         self.breakers = Breakers(config.breaker, self.environments, clock, lambda key: key in self._running)
         self.machine.blocked = self.breakers.blocks
+        self.concurrency = ConcurrencyGate(config.concurrency, config.shares, config.samples_per_group, metrics, clock)
+        self.concurrency.backed_off = lambda: self.breakers.open
         self.failures = Failures(metrics, clock, self.breakers, state)
         self.durations = Durations(self.machine.age_out, config.max_off_policy_steps, state, clock)
         self.group_figures = GroupFigures(self.environments, clock)
@@ -194,10 +198,24 @@ class Sequencer:
         """Whether `acquire` would hand something out."""
         if self.state.ended or self.state.closed or not self.state.serving:
             return False
-        training = self.state.phase is RunPhase.TRAINING and self.machine.dispatchable
+        training = (
+            self.state.phase is RunPhase.TRAINING
+            and self.machine.dispatchable
+            and self.concurrency.open(self.rollouts_in_flight)
+        )
         return bool(
             self._evaluation_due or self.external.waiting or (training and self.breakers.any_allowed and self._wanted)
         )
+
+    @property
+    def rollouts_in_flight(self) -> int:
+        """Rollouts that runners have."""
+        return sum(attempt.assignment.sample_count for attempt in self._running.values())
+
+    def look_at_load(self, workers: Sequence[Worker]) -> None:
+        """Let the limit of rollouts in flight follow what the workers that sample say."""
+        if self.concurrency.look(workers, self.rollouts_in_flight):
+            self.admission_changed.notify()
 
     @property
     def _evaluation_due(self) -> bool:
@@ -437,6 +455,7 @@ class Sequencer:
         if report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
             self.failures.finished(assignment.environment, counted=counted)
         elif report.outcome == runner_pb2.GROUP_OUTCOME_FAILED:
+            self.concurrency.failed(report.reason)
             self.failures.failed(assignment, report, running.runner_id, counted=counted)
             if self.evaluation is not None and assignment.purpose == EVALUATION:
                 self.evaluation.failed_once.add(assignment.group_id)

@@ -80,6 +80,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(0.5)
             self._sequencer.expire()
+            self._sequencer.look_at_load(self._keeper.routable("decode"))
             if self._sequencer.breakers.open:  # a probe may be due
                 self._sequencer.admission_may_have_opened()
             reason = None if self._state.ended else self.hopeless()

@@ -40,6 +40,13 @@ group_p90 = Reading(
     "90th percentile of how long groups take, at least, by environment.",
     ["environment"],
 )
+rollouts_in_flight = Reading("gauge", "slipstream_orchestrator_rollouts_in_flight", "Rollouts that runners have.")
+rollouts_limit = Reading(
+    "gauge", "slipstream_orchestrator_rollouts_limit", "The most rollouts in flight, as engines have room; 0: no limit."
+)
+rollouts_limit_lowered = Reading(
+    "counter", "slipstream_orchestrator_rollouts_limit_lowered", "Times that limit fell, by reason.", ["why"]
+)
 warnings = Reading("gauge", "slipstream_orchestrator_warnings", "Warnings that `slipstream status` shows.")
 journal_bytes = Reading("gauge", "slipstream_orchestrator_journal_bytes", "Bytes of the journal on disk.")
 
@@ -128,6 +135,9 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     _observe_evaluations(state, sequencer)
     environment_open.read_from(lambda: {name: sequencer.breakers.is_open(name) for name in sequencer.environments})
     group_p90.read_from(sequencer.durations.percentiles)
+    rollouts_in_flight.read_from(lambda: sequencer.rollouts_in_flight)
+    rollouts_limit.read_from(lambda: sequencer.concurrency.rollouts or 0)
+    rollouts_limit_lowered.read_from(lambda: dict(sequencer.concurrency.moves))
     warnings.read_from(lambda: len(state.warnings))
     journal_bytes.read_from(lambda: sum(file.stat().st_size for file in journal.path.parent.iterdir()))
 

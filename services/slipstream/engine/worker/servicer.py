@@ -193,6 +193,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             sampled_token_count=load.decoded_tokens,
             prefilled_token_count=load.prefilled_tokens,
             tokens_in_flight_count=load.tokens_in_flight,
+            preemption_count=load.preemptions,
             offload=_offload(load.offload) if load.offload is not None else None,
         )
 
