@@ -1,7 +1,7 @@
 """A third party's environment that a random model can be trained on: every group's rewards differ.
 
 The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
-group; `options.marker` is then to be found in its command line.
+group; `options.marker` is then to be found in its command line. With `options.fails` judging raises.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Letters:
         self.name = config.name
         self._sandbox_s = float(config.options.get("sandbox_s", 0.0))
         self._marker = config.options.get("marker", "")
+        self._fails = bool(config.options.get("fails", False))
 
     def task(self, split: Split, index: int) -> Task:
         return Task(split, index)
@@ -29,6 +30,8 @@ class Letters:
         return f"{task.split} {task.index}\n"
 
     async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
+        if self._fails:
+            raise ArithmeticError("a bug of its own")
         if self._sandbox_s:
             program = f"import time; time.sleep({self._sandbox_s}) # {self._marker}"
             await tools.run_python(program, b"", SandboxLimits(wall_s=self._sandbox_s))

@@ -219,8 +219,9 @@ class OrchestratorConfig(ServiceConfig):
     pool_timeout_s: float = Field(default=20.0, gt=0)
     """A pool without a routable worker, or a run without a runner, for this long ends the run."""
 
-    stall_timeout_s: float = Field(default=120.0, gt=0)
-    """Training or an evaluation that makes no progress for this long ends the run."""
+    stall_timeout_s: float | None = Field(default=None, gt=0)
+    """Training or an evaluation that makes no progress for this long ends the run. Unset takes twice the longest
+    `deadline_s` of an environment: a run must not end while it waits for a group that has time left."""
 
     max_skipped_steps: int = Field(default=3, ge=1)
     """Steps in a row whose loss or gradient is not finite before the run ends."""
@@ -250,6 +251,12 @@ class OrchestratorConfig(ServiceConfig):
         if not any(worker.role == "decode" for worker in self.workers):
             raise ValueError("workers: at least one of role decode is needed")
         return self
+
+    @property
+    def longest_stall_s(self) -> float:
+        """`stall_timeout_s`, or what it is when unset."""
+        longest_s = max(environment.deadline_s for environment in self.environments)
+        return 2 * longest_s if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
     def shares(self) -> dict[str, float]:

@@ -122,8 +122,8 @@ class Supervisor:
         # Of an agent that takes its time: its session has a timeout of its own.
         if self._state.pauses or self._sequencer.sessions.open_count:
             self._sequencer.progress_at = now
-        if now - self._sequencer.progress_at > config.stall_timeout_s:
-            return f"nothing was trained or answered for {config.stall_timeout_s:.0f} s in {self._stalled_in()}"
+        if now - self._sequencer.progress_at > config.longest_stall_s:
+            return f"nothing was trained or answered for {config.longest_stall_s:.0f} s in {self._stalled_in()}"
         return None
 
     def _stalled_in(self) -> str:
