@@ -276,11 +276,7 @@ class Sequencer:
             return self._assigner.evaluation(*self.evaluation.take(), version, self.evaluation.config)
         if self.external.waiting:
             return self._assigner.external(self.external.take(version), version)
-        first = self.machine.next_position
         group = self.machine.dispatch()
-        for position in range(first, self.machine.next_position):
-            if group is None or position != group.position:
-                self._journal.append("parked", position=position)
         if group is None:
             return None
         self.group_figures.dispatched(group)
