@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -25,19 +26,18 @@ def test_after_a_minute_it_is_as_good_as_nine_tenths_of_the_best_fixed_limit(cap
     assert adapted >= simulator.REQUIRED * best
 
 
-def limit(start: int = 100, **config: int) -> ConcurrencyLimit:
-    return ConcurrencyLimit(ConcurrencyConfig(**{"min_rollouts": 10, **config}), start)
+SECONDS = itertools.count(1)
+
+
+def limit(start: int = 100, max_rollouts: int = 16384) -> ConcurrencyLimit:
+    return ConcurrencyLimit(ConcurrencyConfig(min_rollouts=10, max_rollouts=max_rollouts), start)
 
 
 def feed(what: ConcurrencyLimit, seconds: int, like: Reading, *, use: bool = True) -> None:
     """The same reading each second, with as many in flight as the limit allows."""
     for _ in range(seconds):
-        feed.at_s += 1.0  # type: ignore[attr-defined]
         in_flight = what.rollouts if use else like.in_flight
-        what.observe(replace(like, at_s=feed.at_s, in_flight=in_flight))  # type: ignore[attr-defined]
-
-
-feed.at_s = 0.0  # type: ignore[attr-defined]
+        what.observe(replace(like, at_s=float(next(SECONDS)), in_flight=in_flight))
 
 
 def test_it_rises_while_it_is_used_and_stays_while_it_is_not() -> None:
