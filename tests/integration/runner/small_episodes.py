@@ -21,7 +21,7 @@ CLOSED: list[int] = []
 class CountingDown:
     """Begins episodes; the second of each group is the one that misbehaves."""
 
-    limits = Limits(max_turns=5, step_timeout_s=1.0)
+    limits = Limits(max_turns=5)
     needs_sandbox = False
 
     def __init__(self, config: ImportedConfig, seed: int) -> None:

@@ -59,11 +59,12 @@ async def test_each_turn_goes_on_from_the_tokens_of_the_one_before(start_world: 
         ("raises at setup", "LookupError: no room"),
         ("raises at a step", "ZeroDivisionError: a bug of its own"),
         ("raises at the score", "KeyError: 'lost'"),
-        ("hangs", "TimeoutError: a step took longer than 1 s"),
+        ("hangs", "TimeoutError: a step took longer than 5 s"),
     ],
 )
 async def test_an_episode_that_fails_ends_alone(start_world: Any, behaviour: str, detail: str) -> None:
-    world = await start_world(environments=[turns(behaviour)])
+    limits = {"step_timeout_s": 5.0} if behaviour == "hangs" else {}
+    world = await start_world(environments=[turns(behaviour, **limits)])
     report = await world.report(await world.give("turns", task_index=2, samples=3))
     assert report.outcome == FINISHED
     assert [record.sample_index for record in report.rollouts] == [0, 2]
