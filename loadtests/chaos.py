@@ -31,9 +31,13 @@ from run_process import RunProcess, launching, of_kind, read_lines
 
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.journal_check import Violation, check_records
 from slipstream.orchestrator.replay import unpacked
 
-TARGETS = ("runner-1", "decode-1", "trainer", "router", "prefill-1", "sandbox", "broadcaster", "valkey", "decode-2")
+TARGETS = (
+    *("orchestrator", "runner-1", "trainer", "decode-1", "prefill-1", "router"),
+    *("broadcaster", "sandbox", "valkey", "decode-2"),
+)
 """What is killed, in turn, in an order drawn from the seed."""
 GROUPS_PER_STEP = 4
 REQUIRED_RATIO = 0.8
@@ -183,33 +187,17 @@ class Chaos:
 def check(path: Path, positions: int) -> Outcome:
     """What a run that has ended came to. Raises `Lost` where the guarantee does not hold.
 
-    Each position is trained once, in a step that was sealed once; nothing is sampled by weights, or on KV, older than
-    those that its group was dispatched at, whatever incarnation they are of; no group is dispatched at a version that
-    the engines do not serve; and all rows that were sealed could be fetched.
+    Beside what `journal_check` checks: every position is trained, none twice; nothing is sampled by weights, or on KV,
+    older than those that its group was dispatched at, whatever incarnation they are of; and all rows that were sealed
+    could be fetched.
     """
     records = read_journal(path / "journal" / "journal.jsonl").records
-    sealed: dict[int, list[int]] = {}
-    serving = -1
-    trained: dict[int, int] = {}
-    for record in records:
-        if record["kind"] == "sealed":
-            if record["step"] in sealed:
-                raise Lost(f"step {record['step']} was sealed twice")
-            sealed[record["step"]] = record["positions"]
-            _check_plans(record)
-        elif record["kind"] == "serving":
-            serving = int(record["version"].partition(".")[2])
-        elif record["kind"] == "acquired" and record["step"] > serving:
-            raise Lost(f"position {record['position']} was dispatched at step {record['step']}, served is {serving}")
-        elif record["kind"] == "trained":
-            for position in sealed[record["step"]]:
-                if position in trained:
-                    raise Lost(f"position {position} was trained in steps {trained[position]} and {record['step']}")
-                trained[position] = record["step"]
-    missing = set(range(positions)) - trained.keys()
-    if missing:
-        ends = {r["position"]: r.get("reason", r.get("outcome")) for r in records if r["kind"] == "ended"}
-        raise Lost(f"positions were never trained: { {p: ends.get(p, 'open') for p in sorted(missing)} }")
+    try:
+        trained = check_records(records, positions).steps
+    except Violation as violation:
+        raise Lost(str(violation)) from None
+    for record in of_kind(records, "sealed"):
+        _check_plans(record)
     for step in of_kind(read_lines(path / "metrics.jsonl"), "step"):
         if step["sequences_lost"]:
             raise Lost(f"step {step['step']} was trained without {step['sequences_lost']:g} of its sequences")
@@ -239,7 +227,8 @@ def live(
     positions = steps * GROUPS_PER_STEP
     arguments = [part for key, value in ARGUMENTS.items() for part in (f"--{key}", value)]
     with launching(directory) as launch:
-        run = launch(name, *arguments, "--orchestrator.total-steps", str(steps), options=OPTIONS)
+        bounds = ("--orchestrator.total-positions", str(positions), "--orchestrator.total-steps", str(2 * steps))
+        run = launch(name, *arguments, *bounds, options=OPTIONS)
         chaos = Chaos(run, positions, seed, say)
         kill(chaos)
         chaos.finish()
