@@ -11,7 +11,7 @@ from run_process import RunProcess
 from slipstream.launcher.session import ASKED_TO_STOP
 from slipstream.orchestrator.journal_check import main
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(400, func_only=False)
 
 OPTIONS = ("--trainer.checkpoint.interval-steps", "2", "--launcher.restart", "on_failure")
 
@@ -33,7 +33,7 @@ def test_a_killed_orchestrator_goes_on_from_its_journal(launch):
         run.wait_step(step)
         os.kill(run.pid("orchestrator"), signal.SIGKILL)
         run.wait_until(lambda kills=kills: len(run.metrics("resumed")) == kills)
-    assert run.end(120.0) == 0, run.output
+    assert run.end(200.0) == 0, run.output
     finished_once(run, 14)
     assert not run.metrics("retrained"), "the trainer lived on"
 
@@ -49,7 +49,7 @@ def test_a_run_that_was_killed_whole_and_then_stopped_goes_on_to_its_end(launch)
     os.kill(again.process.pid, ASKED_TO_STOP)
     assert again.end(40.0) == 0, again.output
     last = launch("run", resume=True)
-    assert last.end(120.0) == 0, last.output
+    assert last.end(200.0) == 0, last.output
     finished_once(last, 14)
     assert [record["incarnation"] for record in last.metrics("restored")] == [2, 3]
     refused = last.slipstream("rl", "--resume", "run")
