@@ -75,13 +75,14 @@ def test_what_agents_were_told_trains_token_by_token(launch):
         assert client.close_session(one.session_id, 1.0).state is SessionState.CLOSED
         assert refusal(one, one.key) == (410, "session_ended")
         client.close_session(other.session_id, 0.0)
-        alone = client.open_session(timeout_s=100)
-        work(alone)
-        client.close_session(alone.session_id, 0.5, advantage=0.25)
-
         run.wait_until(lambda: client.get_session(other.session_id).ended)
         trained = client.get_session(one.session_id)
         assert (trained.state, trained.step) == (SessionState.TRAINED, 1)
+
+        # With the second step the run ends, and nobody answers any more.
+        alone = client.open_session(timeout_s=100)
+        work(alone)
+        client.close_session(alone.session_id, 0.5, advantage=0.25)
     assert run.end(120) == 0, run.output
 
     codec = TextCodec.load(run.path / "model")
