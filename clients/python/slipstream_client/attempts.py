@@ -35,6 +35,7 @@ class Attempts:
         self._gives_up_s = min(time.monotonic() + self._patience_s, self._ends_s)
         self._pause_s = FIRST_PAUSE_S
         self._count = 0
+        self._unavailable: SlipstreamClientError | None = None
 
     @property
     def left_s(self) -> float:
@@ -67,10 +68,13 @@ class Attempts:
             return 0.0
         if stream and isinstance(failure, DeadlineExceeded):
             raise DeadlineExceeded(f"{self._timeout_s:g} s have passed") from None
+        if isinstance(failure, DeadlineExceeded) and self._unavailable is not None:
+            raise self._given_up(self._unavailable) from None  # the last attempt had no time: it says nothing new
         if isinstance(failure, DeadlineExceeded):
             raise DeadlineExceeded(f"{self._address} did not answer in time", metadata=failure.metadata) from None
         if failure.code is not grpc.StatusCode.UNAVAILABLE:
             raise failure from None
+        self._unavailable = failure
         pause_s = self._pause_s * (0.5 + random.random() / 2)
         if now + pause_s >= self._gives_up_s:
             raise self._given_up(failure) from None

@@ -66,7 +66,7 @@ async def test_only_a_client_with_certificate_and_token_gets_in(make_config, tmp
             with pytest.raises(Unauthenticated, match="token is wrong"):
                 await client.get_run()
         for certificate in (strange, None):
-            async with AsyncClient.connect(address, token="secret", tls=certificate, timeout_s=0.8) as client:
+            async with AsyncClient.connect(address, token="secret", tls=certificate, timeout_s=2.0) as client:
                 with pytest.raises(Unreachable, match=f"{address} cannot be reached: "):
                     await client.get_run()
     finally:

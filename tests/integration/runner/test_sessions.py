@@ -271,7 +271,7 @@ async def test_a_turn_whose_reader_goes_is_aborted_and_leaves_nothing(world: Any
 
 
 async def test_sessions_that_are_idle_or_late_end_and_the_others_train(world: Any) -> None:
-    async with sessions(world, count=2, idle_ms=1500) as agent:
+    async with sessions(world, count=2, idle_ms=4000) as agent:
         await agent.say(1, user("say 3"))
         await agent.close(1, 1.0)
         report = await agent.report()
