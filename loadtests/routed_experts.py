@@ -116,7 +116,7 @@ class ProtobufClient(RowsClient):
         stub = rows_pb2_grpc.RowsServiceStub(self._channels.get(holder))
         async for message in stub.FetchRows(rows_pb2.FetchRowsRequest(refs=refs)):
             if message.WhichOneof("frame") == "header":
-                download.open(message.header)
+                download.open(message.header, refs)
             else:
                 download.take(memoryview(message.data))
 

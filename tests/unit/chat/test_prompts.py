@@ -7,6 +7,7 @@ import json
 import pytest
 
 from slipstream.common.config import ConfigError
+from slipstream.environments.base import takes_turns
 from slipstream.environments.config import ReasoningGymConfig, SpellBackwardConfig
 from slipstream.environments.demonstrations import Demonstrations
 from slipstream.environments.prompts import Prompts
@@ -25,12 +26,13 @@ def test_a_chat_shows_the_prompt_as_a_users_message_and_other_environments_their
     configs = [sums(chat=True, system="Be brief."), SpellBackwardConfig()]
     environments = build_environments(configs, 0)
     prompts = Prompts(configs, tmp_path)
-    task = environments["sums"].task("held_out", 0)
-    assert prompts.text(environments["sums"], task) == (
+    chat, plain = environments["sums"], environments["spell_backward"]
+    assert not takes_turns(chat) and not takes_turns(plain)
+    task = chat.task("held_out", 0)
+    assert prompts.text(chat, task) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
-        f"<|im_start|>user\n{environments['sums'].prompt(task)}<|im_end|>\n<|im_start|>assistant\n"
+        f"<|im_start|>user\n{chat.prompt(task)}<|im_end|>\n<|im_start|>assistant\n"
     )
-    plain = environments["spell_backward"]
     word = plain.task("train", 0)
     assert prompts.text(plain, word) == plain.prompt(word)
 

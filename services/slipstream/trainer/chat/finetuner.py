@@ -29,7 +29,7 @@ from slipstream.trainer.checkpoint_store import CheckpointStore, Saved
 from slipstream.trainer.compute import passes_of
 from slipstream.trainer.newest import newest_of_all
 from slipstream.trainer.parallel.world import World
-from slipstream.trainer.sequence import Lost, TrainSequence, plain_sequence
+from slipstream.trainer.sequence import TrainSequence, plain_sequence
 from slipstream.trainer.step import Learner
 
 log = structlog.get_logger()
@@ -211,7 +211,7 @@ class Finetuner:
         sums = self.world.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
         return {"validation_loss": sums[0] / sums[1]}
 
-    def _micro_batches(self, examples: Sequence[Example]) -> list[list[TrainSequence | Lost]]:
+    def _micro_batches(self, examples: Sequence[Example]) -> list[list[TrainSequence]]:
         """Of this rank; all have as many."""
         lengths = [len(example.token_ids) - 1 for example in examples]
         ranks = pack(lengths, self._config.training.micro_batch_tokens, self.world.layout.data)
