@@ -27,7 +27,8 @@ def test_a_chat_shows_the_prompt_as_a_users_message_and_other_environments_their
     environments = build_environments(configs, 0)
     prompts = Prompts(configs, tmp_path)
     chat, plain = environments["sums"], environments["spell_backward"]
-    assert not takes_turns(chat) and not takes_turns(plain)
+    assert not takes_turns(chat)
+    assert not takes_turns(plain)
     task = chat.task("held_out", 0)
     assert prompts.text(chat, task) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
