@@ -110,10 +110,11 @@ class Answer:
     def _event(self, index: int, delta: dict[str, Any], finish_reason: str | None, logprobs: Any = None) -> bytes:
         said = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
-        return event({**self._head, "object": self._chunk, "choices": [choice]})
+        usage = {"usage": None} if self._usage else {}
+        return event({**self._head, "object": self._chunk, "choices": [choice], **usage})
 
     def _logprobs_of(self, tokens: Sequence[session_pb2.TokenPiece]) -> dict[str, Any]:
-        known = [(t.text, t.logprob if t.logprob <= 0 else UNKNOWN_LOGPROB) for t in tokens]
+        known = [(t.text, max(t.logprob, UNKNOWN_LOGPROB) if t.logprob <= 0 else UNKNOWN_LOGPROB) for t in tokens]
         if not self._chat:
             return {
                 "tokens": [text for text, _ in known],

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import PayloadEncodingError
 
 from slipstream.common.errors import SlipstreamError
 from slipstream.gateway import telemetry
@@ -63,9 +64,8 @@ class Handlers:
         self, request: web.Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> web.StreamResponse:
         started_s = time.monotonic()
-        key = _key(request)
+        found = await self._turns.find(_key(request))  # before its body: nobody else gets memory here
         body = await self._body(request)
-        found = await self._turns.find(key)
         asked = parse(kind, body)
         turn = asked.turn(found.session.session_id)
         answer = Answer(asked, self._model)
@@ -100,6 +100,8 @@ class Handlers:
                 return await request.read()
         except TimeoutError:
             raise Refusal(408, "the body did not come in time", code="request_timeout") from None
+        except (web.RequestPayloadError, PayloadEncodingError):
+            raise Refusal(400, "the body is not encoded as its headers say", code="invalid_body") from None
 
     async def _write(self, response: web.StreamResponse, request: web.Request, data: bytes) -> None:
         """Send a part. A client that takes none is let go: what it leaves is bounded by the socket's buffers."""
@@ -121,7 +123,7 @@ def _check_complete(answer: Answer) -> None:
 
 def _key(request: web.Request) -> str:
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not key.strip() or len(key) > 512:
+    if kind.lower() != "bearer" or not key.strip() or len(key) > 512 or not key.isascii():
         raise wrong_key()
     return key.strip()
 
@@ -134,23 +136,24 @@ async def in_openai_shape(request: web.Request, handler: web.Handler) -> web.Str
     try:
         response: web.StreamResponse = await handler(request)
     except Refusal as error:
-        response = _refused(error)
+        response = refused(error)
     except SlipstreamError as error:
         log.info("request_refused", path=path, reason=error.reason)
-        response = _refused(refusal_of(error))
+        response = refused(refusal_of(error))
     except web.HTTPRequestEntityTooLarge as error:
-        response = _refused(Refusal(413, f"the body is too large: {error.text}", code="body_too_large"))
+        response = refused(Refusal(413, f"the body is too large: {error.text}", code="body_too_large"))
     except web.HTTPException as error:
-        response = _refused(Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code="not_found"))
+        response = refused(Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code="not_found"))
     except ConnectionResetError:
         raise
     except Exception:
         log.exception("request_failed", path=path)
-        response = _refused(Refusal(500, "internal error", code="internal_error", kind="server_error"))
+        response = refused(Refusal(500, "internal error", code="internal_error", kind="server_error"))
     telemetry.requests.labels(path, str(response.status)).inc()
     return response
 
 
-def _refused(refusal: Refusal) -> web.Response:
+def refused(refusal: Refusal) -> web.Response:
+    """An answer that says so."""
     headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}
     return web.json_response(refusal.as_json(), status=refusal.status, headers=headers)

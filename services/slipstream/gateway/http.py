@@ -7,6 +7,7 @@ import json
 import ssl
 from typing import Any
 
+import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
@@ -14,8 +15,10 @@ from slipstream.common.addresses import is_loopback
 from slipstream.common.config import ConfigError
 from slipstream.gateway import telemetry
 from slipstream.gateway.config import GatewayConfig
-from slipstream.gateway.handlers import Handlers, in_openai_shape
+from slipstream.gateway.handlers import Handlers, in_openai_shape, refused
 from slipstream.gateway.refusals import Refusal
+
+log = structlog.get_logger()
 
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8192
@@ -42,9 +45,10 @@ class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgume
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.set_write_buffer_limits(0)  # who waits for a write waits until the system has all of it
         if self._http.connection_count >= self._http.config.max_connections:
             telemetry.connections_refused.inc()
-            assert isinstance(transport, asyncio.Transport)
             transport.write(FULL)
             self.force_close()
             return
@@ -58,6 +62,37 @@ class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgume
             self._slot = False
             self._http.connection_count -= 1
         super().connection_lost(exc)
+
+    async def finish_response(self, request: Any, resp: web.StreamResponse, start_time: float | None) -> Any:
+        """Send the rest of an answer. Whoever takes none of it loses the connection, and others get its place."""
+        transport = self.transport
+        if isinstance(resp, web.HTTPException):  # of an expectation, before any of our own code
+            resp = refused(Refusal(resp.status, resp.reason, code="bad_request"))
+        try:
+            async with asyncio.timeout(self._http.config.write_timeout_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()
+            return resp, True
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """What aiohttp logs has the bytes that it could not read: they may be a key, or all of a conversation."""
+        log.warning("http_broke_off", error=type(kwargs.get("exc_info")).__name__)
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP."""
+        log.info("http_refused", status=status, error=type(exc).__name__)
+        if request.writer.output_size > 0:
+            raise ConnectionResetError("an answer has begun already")
+        refusal = Refusal(status, "internal error", code="internal_error", kind="server_error")
+        if status == 400:
+            refusal = Refusal(400, "this is no HTTP request that can be read", code="bad_request")
+        response = refused(refusal)
+        response.force_close()
+        return response
 
     def heard(self) -> None:
         """A request came."""
@@ -109,7 +144,12 @@ class HttpServer:
         host, port = self.config.http_host, self.config.http_port
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                self._server, host, port, ssl=self._tls, backlog=BACKLOG
+                self._server,
+                host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self.config.header_timeout_s if self._tls is not None else None,
+                backlog=BACKLOG,
             )
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}") from None

@@ -7,6 +7,7 @@ Fields that change nothing about an answer are taken and mean nothing here: `use
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
@@ -17,6 +18,8 @@ from slipstream.gateway.refusals import Refusal, unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MAX_DEPTH = 64
+"""Of lists and objects in one another: templates and encoders go down by themselves."""
 
 
 class _Asked(BaseModel):
@@ -167,7 +170,8 @@ class ChatRequest(_Sampled):
         turn.logprobs = bool(self.logprobs)
         turn.messages.extend(message.to_proto() for message in self.messages)
         if self.tools and self.tool_choice != "none":
-            turn.tools_json = json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools])
+            tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
+            turn.tools_json = json.dumps(tools)
         return turn
 
 
@@ -199,14 +203,40 @@ class CompletionRequest(_Sampled):
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
+def _check_depth(given: Any) -> None:
+    level: list[Any] = [given]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise Refusal(400, f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """A request's body. Raises `Refusal`."""
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=_no_number, parse_float=_finite)
+        if b"\\u" in body:  # an escape may be half of a character
+            json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is no JSON", code="invalid_json") from None
     if not isinstance(given, dict):
         raise Refusal(400, "the body is no JSON object", code="invalid_json")
+    _check_depth(given)
     try:
         return kind.model_validate(given)
     except ValidationError as error:

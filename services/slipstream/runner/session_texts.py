@@ -139,5 +139,5 @@ def _tools(tools_json: str) -> list[ToolSpec]:
         if not isinstance(given, list):
             raise ValueError("no list")
         return [tool_from_json(each) for each in given]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise InvalidRequest(f"tools: {error}", field="tools") from None

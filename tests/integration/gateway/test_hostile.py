@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.api.rollout.v1 import session_pb2
+
+from .conftest import says
 
 Make = Callable[..., Any]
 ASK = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -151,4 +154,146 @@ async def test_a_reader_that_takes_nothing_is_let_go_and_holds_up_nobody(make_wo
         async with world.client("yours") as client:
             assert [model.id async for model in client.models.list()] == ["my-run"]
         await world.until_aborted(1)
+        writer.close()
+
+
+async def _until_nobody_is_connected(world: Any) -> None:
+    async with asyncio.timeout(GIVE_UP_S):
+        while world.http.connection_count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_who_asks_on_and_on_and_reads_no_answer_loses_the_connection(make_world: Make) -> None:
+    async with make_world(write_timeout_s=0.5) as world:
+        world.runner.script = says("x" * 200_000)
+        _, writer = await asyncio.open_connection("127.0.0.1", world.http.port, limit=1024)
+
+        async def ask() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(_post(ASK) * 16)
+                    await writer.drain()
+
+        asking = asyncio.ensure_future(ask())
+        async with asyncio.timeout(GIVE_UP_S):
+            while not world.http.connection_count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await _until_nobody_is_connected(world)
+        async with asyncio.timeout(GIVE_UP_S):
+            await asking
+        writer.close()
+
+
+BROKEN = {
+    "a chunk's size that is none": (b"zz\r\nhello\r\n", "transfer-encoding: chunked"),
+    "a chunk that is longer than it says": (b"2\r\nhello\r\n0\r\n\r\n", "transfer-encoding: chunked"),
+    "no gzip": (b"no gzip at all", "content-encoding: gzip"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_a_body_that_cannot_be_decoded_is_the_clients_fault(
+    make_world: Make, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body, header = BROKEN[kind]
+    async with make_world() as world:
+        data = _post(body, header)
+        if "chunked" in header:
+            data = data.replace(f"content-length: {len(body)}\r\n".encode(), b"")
+        reader, writer = await _send(world.http.port, data)
+        status, answer = await _answer(reader)
+        assert status == 400
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert not world.runner.turns
+        writer.close()
+        await _until_nobody_is_connected(world)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer s3cret\x01\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization : Bearer s3cret\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 9000 + b"\r\nauthorization: Bearer s3cret\r\n\r\n",
+        b"GET /v1/models?key=s3cret HTTP/9.9\r\nhost: x\r\n\r\n",
+        b"authorization: Bearer s3cret\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer s3cret\r\ncontent-length: -1\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_refused_in_openais_shape_and_no_key_is_logged(
+    make_world: Make, head: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with make_world() as world:
+        reader, writer = await _send(world.http.port, head)
+        status, answer = await _answer(reader)
+        assert status == 400
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        writer.close()
+        await _until_nobody_is_connected(world)
+    written = capfd.readouterr()
+    assert "s3cret" not in caplog.text + written.out + written.err
+
+
+async def test_a_key_of_any_bytes_is_a_wrong_key(make_world: Make) -> None:
+    async with make_world() as world:
+        head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer \xff\xfe\xc3\xa9\r\n\r\n"
+        reader, writer = await _send(world.http.port, head)
+        status, answer = await _answer(reader)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        writer.close()
+
+
+async def test_a_body_is_read_for_those_with_a_key_alone(make_world: Make) -> None:
+    async with make_world() as world:
+        data = _post(b"", length=10_000_000).replace(b"Bearer mine", b"Bearer nobody")
+        reader, writer = await _send(world.http.port, data)
+        status, answer = await _answer(reader)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        writer.close()
+
+
+async def test_an_expectation_that_is_none_is_refused_in_openais_shape(make_world: Make) -> None:
+    async with make_world() as world:
+        reader, writer = await _send(world.http.port, _post(ASK, "expect: miracles"))
+        status, answer = await _answer(reader)
+        assert status == 417
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        writer.close()
+
+
+def _nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+TOOLS = '{"model":"m","messages":[{"role":"user","content":"x"}],"tools":[{"type":"function","function":%s}]}'
+CALLS = '{"model":"m","messages":[{"role":"assistant","tool_calls":[%s]}]}'
+STRANGE = {
+    "no text in a message": r'{"model":"m","messages":[{"role":"user","content":"\ud800"}]}',
+    "no text in a part": r'{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"\udfff"}]}]}',
+    "no text in a stop": r'{"model":"m","messages":[{"role":"user","content":"x"}],"stop":["\ud800"]}',
+    "no text as the model": r'{"model":"\ud800","messages":[{"role":"user","content":"x"}]}',
+    "no text as a field": r'{"\ud800":1,"model":"m","messages":[{"role":"user","content":"x"}]}',
+    "no text in a tool": TOOLS % r'{"name":"f","parameters":{"a":"\ud800"}}',
+    "no text as a tool's key": TOOLS % r'{"name":"f","parameters":{"\ud800":1}}',
+    "no text in its description": TOOLS % r'{"name":"f","description":"\ud800"}',
+    "no text in a call": CALLS % r'{"id":"\ud800","function":{"name":"f","arguments":"{}"}}',
+    "no number in a tool": TOOLS % r'{"name":"f","parameters":{"a":NaN}}',
+    "a number beyond all": TOOLS % r'{"name":"f","parameters":{"a":1e999}}',
+    "a tool that is nested deeply": TOOLS % f'{{"name":"f","parameters":{_nested(300)}}}',
+    "a tool that is nested more deeply": TOOLS % f'{{"name":"f","parameters":{_nested(900)}}}',
+    "no temperature": r'{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+    "a temperature beyond all": r'{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
+    "an integer of many digits": '{"model":"m","messages":[{"role":"user","content":"x"}],"seed":' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+async def test_what_is_json_and_yet_no_request_is_refused_before_the_runner(make_world: Make, kind: str) -> None:
+    async with make_world() as world:
+        reader, writer = await _send(world.http.port, _post(STRANGE[kind].encode()))
+        status, answer = await _answer(reader)
+        assert status == 400, answer
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert not world.runner.turns
         writer.close()
