@@ -11,6 +11,7 @@ from run_process import RunProcess, launch, launching
 __all__ = ["launch"]
 
 FINISH_TIMEOUT_S = 150.0
+TRACED = ("--tracing.sample-share", "1")
 EVALUATED = ("--evaluation.before", "true", "--evaluation.after", "true")
 
 
@@ -28,7 +29,7 @@ class FinishedRuns:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRuns]:
     with launching(tmp_path_factory.mktemp("pair")) as start:
-        bounded = start("bounded", "--decode.replicas", "2", "--orchestrator.total-steps", "8", *EVALUATED)
+        bounded = start("bounded", "--decode.replicas", "2", "--orchestrator.total-steps", "8", *EVALUATED, *TRACED)
         ranks = ("--trainer.nproc", "2")
         synchronous = start(
             "synchronous", "--orchestrator.max-off-policy-steps", "0", "--prefill.replicas", "0", *ranks

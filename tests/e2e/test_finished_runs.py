@@ -13,7 +13,9 @@ import pytest
 from run_process import environment
 
 from slipstream.launcher.ports import read_endpoints
+from slipstream.launcher.records import read_timeline
 from slipstream.launcher.rundir import RunDir
+from slipstream.launcher.trace import trace
 
 # The first test waits for both runs.
 pytestmark = pytest.mark.timeout(240, func_only=False)
@@ -23,6 +25,13 @@ REPORTED = {
     *("lag_bound", "overlap_fraction", "mismatch_kl", "cached_token_fraction", "versions_applied"),
     *("rollouts_cancelled", "sandbox_executions"),
 }
+
+OWN_SPANS = {
+    *(("orchestrator", name) for name in ("group", "queue", "training")),
+    *(("runner", name) for name in ("run", "turn", "place", "prefill", "decode", "score")),
+}
+SERVED_SPANS = {("router", "Place"), ("prefill", "Prefill"), ("decode", "Decode")}
+"""What those answered whom the runner asked."""
 
 
 def steps_of(rollout: dict[str, Any]) -> list[int]:
@@ -91,6 +100,54 @@ def test_the_report_has_every_figure(finished):
     assert 8 <= report["versions_applied"] == len(finished.bounded.metrics("update"))
     assert report["accuracy_by_environment"]["letters"].keys() == {"before", "after", "count"}
     assert "<svg" in (finished.bounded.path / "report.html").read_text()
+
+
+def test_each_trained_group_has_one_trace_that_is_a_tree_across_the_services(finished):
+    _, spans = read_timeline(finished.bounded.path / "timeline")
+    traces: dict[str, dict[str, dict[str, Any]]] = {}
+    for replica, records in spans.items():
+        for span in records:
+            traces.setdefault(span["trace"], {})[span["span"]] = {**span, "service": replica.partition("-")[0]}
+    by_name = {
+        f"{span['group_id']}.{span['attempt']}": trace for trace, of in traces.items() for span in of.values()
+        if span["name"] == "group"
+    }  # fmt: skip
+    groups = trained(finished.bounded)
+    assert len(groups) == 8 * 4
+    for name in groups:
+        found = traces[by_name[name]]
+        roots = [span for span in found.values() if "parent" not in span]
+        assert [(span["name"], span["outcome"]) for span in roots] == [("group", "finished")], name
+        assert all(span["parent"] in found for span in found.values() if span is not roots[0]), name
+        names = {(span["service"], span["name"]) for span in found.values()}
+        assert names >= OWN_SPANS | SERVED_SPANS, name
+        served = [span for span in found.values() if (span["service"], span["name"]) in SERVED_SPANS]
+        assert all(found[span["parent"]]["name"] == span["name"].lower() for span in served), name
+
+
+def test_the_trace_of_a_step_links_the_groups_that_it_trains(finished):
+    _, spans = read_timeline(finished.bounded.path / "timeline")
+    groups = {
+        f"{span['group_id']}.{span['attempt']}": [span["trace"], span["span"]]
+        for span in spans["orchestrator"] if span["name"] == "group"
+    }  # fmt: skip
+    links = {span["step"]: span["links"] for span in spans["trainer"] if span["name"] == "train_step"}
+    for name, step in trained(finished.bounded).items():
+        assert groups[name] in links[step], name
+    assert {"PublishShard", "SealVersion"} <= {span["name"] for span in spans["broadcaster"]}
+
+
+def test_a_run_becomes_one_trace_file(finished, capsys):
+    assert trace([str(finished.bounded.path)]) == 0
+    written = json.loads((finished.bounded.path / "trace.json").read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in written if event["name"] == "process_name"}
+    assert {"orchestrator", "router", "runner-1", "prefill-1", "decode-1", "trainer"} <= set(processes.values())
+    assert {event["ph"] for event in written} == {"M", "X", "s", "f"}
+    assert "Step " in (finished.bounded.path / "report.html").read_text()
+
+
+def test_a_run_without_tracing_writes_no_spans(finished):
+    assert read_timeline(finished.synchronous.path / "timeline")[1] == {}
 
 
 def test_no_step_trains_a_group_beyond_the_bound(finished):

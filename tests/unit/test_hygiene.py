@@ -58,6 +58,7 @@ def test_generated_and_large_files_are_not_committed():
 WALL_CLOCK = re.compile(r"\btime\.time(?:_ns)?\b|\bdatetime\.(?:datetime\.)?(?:now|utcnow|today)\b")
 READS_WALL_CLOCK = {
     "broadcaster/store.py": "when a version was sealed, for people",
+    "common/tracing.py": "where a span begins; its length is of a steady clock",
     "common/tls.py": "whether a certificate is valid now",
     "engine/embedded/core.py": "where a busy interval begins; its length is of a steady clock",
     "engine/embedded/engine.py": "the timeline of busy intervals",

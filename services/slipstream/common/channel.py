@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import grpc
 
+from slipstream.common import tracing
 from slipstream.common.auth import HEADER, Access
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -49,7 +50,7 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 class AioChannel(grpc.aio.Channel):
-    """An asyncio channel whose every call carries the token and has a deadline.
+    """An asyncio channel whose every call carries the token and the caller's trace, and has a deadline.
 
     A wrapper, not grpc's interceptors: those cost more than the rest of a small call's Python.
     """
@@ -107,6 +108,9 @@ def _wrapped(call: Callable[..., Any], token: str | None, default_timeout_s: flo
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **kwargs: Any,
     ) -> Any:
+        trace = tracing.traceparent()
+        if trace is not None:
+            metadata = (*metadata, (tracing.HEADER, trace))
         return call(request, timeout=timeout or default_timeout_s, metadata=(*header, *metadata), **kwargs)
 
     return invoke

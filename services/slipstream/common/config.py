@@ -152,6 +152,21 @@ class MetricsConfig(BaseConfig):
     """Port to serve metrics on; 0 serves none."""
 
 
+class TracingConfig(BaseConfig):
+    """Traces: what became of single groups, across all services. `slipstream trace RUN` makes a file of them."""
+
+    sample_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the groups that are traced, chosen by name. 0 traces nothing and costs nothing."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """An OpenTelemetry collector that spans are sent to as well, OTLP over HTTP, such as http://127.0.0.1:4318.
+    Empty: they stay in the run directory. Needs the extra `tracing`."""
+
+    limit_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Bytes of a service's files under timeline/; the older half goes when they are reached. Those of workers and
+    trainer have `timeline_limit_bytes`."""
+
+
 class ServiceConfig(BaseConfig):
     """What every service is told."""
 
@@ -170,6 +185,7 @@ class ServiceConfig(BaseConfig):
     log: LogConfig = LogConfig()
     redis: RedisConfig = RedisConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
 
     drain_timeout_s: float = Field(default=10.0, ge=0.0)
     """Longest wait for open calls after SIGTERM."""

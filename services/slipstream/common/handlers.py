@@ -1,4 +1,4 @@
-"""What every RPC handler is wrapped in: token, rules of the proto, errors to statuses, a cap on time.
+"""What every RPC handler is wrapped in: token, rules of the proto, errors to statuses, a cap on time, a span.
 
 Wrapping happens once, when a servicer is added, not as a grpc interceptor, which would look a handler up
 again on every call.
@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from slipstream.common import tracing
 from slipstream.common.auth import TokenCheck
 from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest, StreamStalled, Unsupported, refuse
 from slipstream.common.metrics import RpcMetrics
@@ -122,6 +123,7 @@ def _guarded(
     """`behaviour` behind the token check and the drain, its exceptions turned into statuses."""
     exempt = token_check.exempt(method)
     metrics = RpcMetrics(method)
+    name = method.rpartition("/")[2]
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         started_s = time.perf_counter()
@@ -132,7 +134,8 @@ def _guarded(
                 token_check.check(context.invocation_metadata() or ())
                 drain.enter(waiting)
             async with cap:
-                answer = await behaviour(request, context)
+                with tracing.span(name, traced_by(context)):
+                    answer = await behaviour(request, context)
             code = "OK"
             return answer
         except asyncio.CancelledError:
@@ -150,6 +153,15 @@ def _guarded(
                 drain.leave()
 
     return call
+
+
+def traced_by(context: grpc.aio.ServicerContext[Any, Any]) -> tracing.TraceContext | None:
+    """The trace that a call belongs to, as its caller says."""
+    if tracing.enabled():
+        for key, value in context.invocation_metadata() or ():
+            if key == tracing.HEADER:
+                return tracing.parse(value)
+    return None
 
 
 def _aborted_with(context: Any) -> str:

@@ -35,7 +35,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from slipstream.common import metrics, telemetry
+from slipstream.common import metrics, telemetry, tracing
 from slipstream.common.addresses import is_loopback
 from slipstream.common.auth import Access, TokenCheck, exposed_secrets
 from slipstream.common.channel import SERVER_OPTIONS
@@ -161,7 +161,11 @@ def run_service(
         _end(2, f"log.file: {config.log.file}: {_reason(error)}")
     code, sentence = 2, ""
     try:
-        asyncio.run(run(config))
+        tracing.setup(config, name)
+        try:
+            asyncio.run(run(config))
+        finally:
+            tracing.close()
         return
     except ConfigError as error:
         sentence = str(error)

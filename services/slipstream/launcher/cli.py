@@ -39,6 +39,7 @@ usage: slipstream COMMAND
   report [RUN]                                make report.json and report.html of a run again
   plot [RUN] [--metric NAME]... [--follow]    draw rewards, lag, speed, mismatch and phases in the terminal
   rollouts [RUN] [--show ROLLOUT] [--json]    list, filter and read what was generated; --help names the filters
+  trace [RUN] [--group GROUP]                 write trace.json of a run, for ui.perfetto.dev or chrome://tracing
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
   prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
   certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services
@@ -206,6 +207,15 @@ def _rollouts(arguments: list[str]) -> int:
     return rollouts(arguments)
 
 
+def _trace(arguments: list[str]) -> int:
+    from slipstream.launcher.trace import USAGE, trace
+
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    return trace(arguments)
+
+
 def _prepare(arguments: list[str]) -> int:
     from slipstream.launcher.prepare import run_prepare
 
@@ -298,6 +308,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "plot": _plot,
     "rollouts": _rollouts,
+    "trace": _trace,
     "eval": _eval,
     "doctor": _doctor,
     "prepare": _prepare,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, create_model, field_validator
 
 from slipstream.broadcaster.config import BroadcasterConfig
-from slipstream.common.config import BaseConfig, ServiceConfig, TlsConfig
+from slipstream.common.config import BaseConfig, ServiceConfig, TlsConfig, TracingConfig
 from slipstream.decode.config import DecodeConfig
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.gateway.config import GatewayConfig
@@ -166,6 +166,7 @@ class RunConfig(BaseConfig):
     sft: SftConfig = SftConfig()
     evaluation: EvaluationSection = EvaluationSection()
     tls: TlsConfig = TlsConfig()
+    tracing: TracingConfig = TracingConfig()
 
     environments: list[EnvironmentConfig] = Field(min_length=1)
     """The mixture of tasks. Accuracy before and after, without a name, speaks of the first."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.common.disk import with_older
+from slipstream.common.tracing import SPAN
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.intervals import Interval
 from slipstream.launcher.metrics_records import Record, read_lines, read_metrics
@@ -25,15 +26,29 @@ def read_all(path: Path) -> list[Record]:
     return [record for file in with_older(path) for record in read_json_lines(file)]
 
 
-def read_timeline(directory: Path) -> dict[str, list[Record]]:
-    """Intervals by replica. Where the oldest of one are gone, so are those of the others: figures compare them."""
-    timeline: dict[str, list[Record]] = {}
+def is_span(record: Record) -> bool:
+    """Whether a line of the timeline is part of a trace."""
+    return "trace" in record and "span" in record
+
+
+def read_timeline(directory: Path) -> tuple[dict[str, list[Record]], dict[str, list[Record]]]:
+    """Intervals of work, and spans of traces, by replica; a line may be both.
+
+    Where the oldest intervals of one replica are gone, so are those of the others: figures compare them.
+    """
+    work: dict[str, list[Record]] = {}
+    spans: dict[str, list[Record]] = {}
     known_since_s = 0.0
     for path in sorted(directory.glob("*.jsonl")):
-        timeline[path.stem] = records = [record for record in read_all(path) if "end_s" in record]
+        lines = [record for record in read_all(path) if "end_s" in record]
+        if of_traces := [record for record in lines if is_span(record)]:
+            spans[path.stem] = of_traces
+        records = [record for record in lines if record.get("kind") != SPAN]
+        if records or not lines:
+            work[path.stem] = records
         if records and len(with_older(path)) > 1:
             known_since_s = max(known_since_s, min(float(record["start_s"]) for record in records))
-    return {name: [r for r in records if float(r["end_s"]) >= known_since_s] for name, records in timeline.items()}
+    return {name: [r for r in records if float(r["end_s"]) >= known_since_s] for name, records in work.items()}, spans
 
 
 def curve(steps: Sequence[Record], key: str) -> list[tuple[float, float]]:
@@ -52,6 +67,8 @@ class RunRecords:
     evaluations: list[Record]
     """Rollouts of held-out problems; those of training are many, and not needed."""
     launcher: list[Record] = field(default_factory=list)
+    spans: dict[str, list[Record]] = field(default_factory=dict[str, list[Record]])
+    """Of traces, by replica."""
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.metrics if record.get("kind") == kind]
@@ -89,11 +106,13 @@ def read_run(run: RunDir) -> RunRecords:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirError(f"{run.config_file} cannot be read: {reason}") from None
+    timeline, spans = read_timeline(run.path / "timeline")
     return RunRecords(
         name=run.name,
         config=config,
         metrics=read_metrics(run.path / "metrics.jsonl"),
-        timeline=read_timeline(run.path / "timeline"),
+        timeline=timeline,
         evaluations=list(read_rollouts(run.path / "rollouts", EVALUATIONS)),
         launcher=list(read_json_lines(run.events_file)),
+        spans=spans,
     )

@@ -14,6 +14,7 @@ from slipstream.launcher.records import Record, RunRecords, curve
 from slipstream.launcher.report_replay import replay_tables
 from slipstream.launcher.report_rollouts import Extremes, extreme_tables
 from slipstream.launcher.report_samples import sample_tables
+from slipstream.launcher.report_step import STRETCHES, picture_of_a_step
 from slipstream.launcher.report_trainer import expert_cards, trainer_cards
 from slipstream.launcher.style import STYLE
 
@@ -175,9 +176,26 @@ def _overlap(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     first_s, last_s = max(middle_s - DETAIL_S / 2, begin_s), min(middle_s + DETAIL_S / 2, end_s)
     detail = charts.timeline(_tracks(records, replicas, first_s, last_s), first_s, last_s)
     share = percent(figures["overlap_fraction"])
+    step = picture_of_a_step(records)
+    around = (
+        []
+        if step is None
+        else [
+            _card(
+                f"Step {step.number} and what was sampled meanwhile",
+                charts.timeline(
+                    [*step.tracks, *_tracks(records, replicas, step.begin_s, step.end_s)], step.begin_s, step.end_s
+                )
+                + (charts.legend(STRETCHES) if step.tracks else ""),
+                step.sentence,
+                wide=True,
+            )
+        ]
+    )
     return [
         _card("The whole run", whole + keys, f"A decode ran during {share} of the time in training steps.", wide=True),
         _card(f"{last_s - first_s:.0f} seconds in the middle of training", detail, wide=True),
+        *around,
     ]
 
 

@@ -136,6 +136,7 @@ def _resolve_one(
         "listen": _listen(address, elsewhere),
         "auth": {"token_file": run.token_file},
         "tls": config.tls,
+        "tracing": config.tracing,
         "log": {
             "level": config.launcher.log_level,
             "file": None if elsewhere else run.log_file(replica),

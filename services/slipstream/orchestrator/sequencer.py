@@ -41,6 +41,7 @@ from slipstream.orchestrator.sessions import Sessions
 from slipstream.orchestrator.signals import Signal
 from slipstream.orchestrator.skipped import NOT_FINITE, SkippedSteps
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
+from slipstream.orchestrator.traces import GroupTraces
 
 log = structlog.get_logger()
 
@@ -134,6 +135,7 @@ class Sequencer:
         self.failures = Failures(metrics, clock, self.breakers, state)
         self.durations = Durations(self.machine.age_out, config.max_off_policy_steps, state, clock)
         self.group_figures = GroupFigures(self.environments, clock)
+        self.traces = GroupTraces(clock)
         self.skipped = SkippedSteps(config.max_skipped_steps, config.run_dir / "skipped-rollouts.json")
         self.progress_at = clock()
         self.plans: dict[int, SealedPlan] = {}
@@ -328,6 +330,8 @@ class Sequencer:
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)
             self._note_outcome(attempt, report)
+            ended = runner_pb2.GroupOutcome.Name(report.outcome).removeprefix("GROUP_OUTCOME_").lower()
+            self.traces.ended(attempt.assignment, attempt.started_at, ended)
             if not self._take(attempt, report):
                 result.unneeded.append(key)
                 for record in report.rollouts:
@@ -526,6 +530,7 @@ class Sequencer:
         for attempt in attempts:
             del self._running[attempt.key]
             self.leases.cancel(attempt.runner_id, attempt.key, reason)
+            self.traces.ended(attempt.assignment, attempt.started_at, reason.lower())
         self.mirror_due.set()
 
     def _give_up(self, cancellations: Sequence[Cancellation]) -> None:
@@ -535,6 +540,7 @@ class Sequencer:
             attempt = self._running.pop(key, None)
             if attempt is not None:
                 self.leases.cancel(attempt.runner_id, key, given_up.reason.upper())
+                self.traces.ended(attempt.assignment, attempt.started_at, given_up.reason)
                 if given_up.reason == "aged_out" and self.config.over_sampling == 1.0:  # else a surplus is meant to
                     self.durations.cut_off(given_up.environment, self._clock() - attempt.started_at)
             scored = self._scored.pop(given_up.position, None)
@@ -619,6 +625,7 @@ class Sequencer:
                 self.sessions.trained(group.position, group.attempt, version.step)
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         plan = self.plans[version.step]
+        self.traces.trained(plan.attempts, version)
         self.skipped.note(plan, skipped=skipped)
         self.durations.trained()
         self._let_go()
@@ -717,6 +724,7 @@ class Sequencer:
         groups = [self._scored.pop(group.position) for group in sealed.groups]
         plan = self.sealer.plan(sealed, groups, self.incarnation, self._masked)
         self.plans[sealed.step] = plan
+        self.traces.sealed(plan.attempts, sealed.step)
         telemetry.steps_sealed.inc()
         telemetry.trained_tokens.inc(sum(rank_plan.loss_token_count for rank_plan in plan.plans[:1]))
         for group in sealed.groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import structlog
@@ -18,7 +19,7 @@ from slipstream.api.inference.v1 import decode_pb2, prefill_pb2
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.routing.v1 import routing_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common import errors
+from slipstream.common import errors, tracing
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.hashing import block_hashes
 from slipstream.runner import telemetry
@@ -150,26 +151,26 @@ class TurnAttempt:
     async def _place_prefill_decode(self, avoid: Sequence[str]) -> None:
         assignment = self._assignment
         asked_s = time.monotonic()
-        self.placement = placement = await self._peers.router.Place(
-            routing_pb2.PlaceRequest(
-                request_id=self.request_id,
-                group_id=assignment.group_id,
-                block_hashes=block_hashes(assignment.salt, self._token_ids[:-1], self._inference.block_size_tokens),
-                prompt_token_count=len(self._token_ids),
-                sample_count=len(self._rollouts),
-                max_new_tokens=self._max_new_tokens,
-                min_policy_version=assignment.dispatch_version,
-                avoid_replicas=avoid,
-            ),
-            timeout=PLACE_TIMEOUT_S,
+        request = routing_pb2.PlaceRequest(
+            request_id=self.request_id,
+            group_id=assignment.group_id,
+            block_hashes=block_hashes(assignment.salt, self._token_ids[:-1], self._inference.block_size_tokens),
+            prompt_token_count=len(self._token_ids),
+            sample_count=len(self._rollouts),
+            max_new_tokens=self._max_new_tokens,
+            min_policy_version=assignment.dispatch_version,
+            avoid_replicas=avoid,
         )
+        with tracing.span("place", request_id=self.request_id):
+            self.placement = placement = await self._peers.router.Place(request, timeout=PLACE_TIMEOUT_S)
         placed_s = time.monotonic()
         self._timings.queue_s = placed_s - asked_s
         prompt = prefill_pb2.Prompt(new_token_ids=self._token_ids)
         kv: prefill_pb2.KvHandle | None = None
         if placement.HasField("prefill"):
             self._prefilling = True
-            prefilled = await self._prefill(prompt, placement.prefill)
+            with tracing.span("prefill", replica=placement.prefill.replica, tokens=len(self._token_ids)):
+                prefilled = await self._prefill(prompt, placement.prefill)
             kv = prefilled.kv if prefilled.HasField("kv") else None
             self._cached_token_count = prefilled.cached_token_count
             if prefilled.HasField("routes"):
@@ -177,7 +178,11 @@ class TurnAttempt:
         self._decoding = True
         self._decoding_since_s = time.monotonic()
         self._timings.prefill_s = self._decoding_since_s - placed_s
-        stream = self._peers.decode(placement.decode.address).Decode(self._decode_request(prompt, kv))
+        with tracing.span("decode", replica=placement.decode.replica, samples=len(self._rollouts)):
+            await self._decode(self._peers.decode(placement.decode.address).Decode(self._decode_request(prompt, kv)))
+
+    async def _decode(self, stream: Any) -> None:
+        """Take in what a stream delivers, to its end or to where nobody wants more."""
         indexes = list(self._rollouts)
         async for message in stream:
             for chunk in message.chunks:

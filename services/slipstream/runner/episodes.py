@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common import tracing
 from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SlipstreamError
 from slipstream.runner import telemetry
 from slipstream.runner.envclient import OpenEpisode, ScoredSample, TaskKey, TurnPrompt
@@ -86,7 +87,8 @@ class EpisodeGroup:
         Raises `SlipstreamError` where no episode could be opened.
         """
         count = self._assignment.sample_count
-        opened = await self._environments.open(self._task, count)
+        with tracing.span("setup"):
+            opened = await self._environments.open(self._task, count)
         self._open = {each.number for each in opened.members if isinstance(each, OpenEpisode)}
         if opened.timeout_s:
             self._deadline_s = min(self._deadline_s, time.monotonic() + opened.timeout_s)
@@ -140,7 +142,10 @@ class EpisodeGroup:
                     rollout = member.samples[sample]
                     stopped = rollout.finish_reason == STOP
                     asked_s = time.monotonic()
-                    prompt = await self._environments.turn(self._task, episode.number, rollout.answer, stopped=stopped)
+                    with tracing.span("tools", sample=member.index):
+                        prompt = await self._environments.turn(
+                            self._task, episode.number, rollout.answer, stopped=stopped
+                        )
                     rollout.timings.tools_s += time.monotonic() - asked_s
                     if prompt is None:
                         break
@@ -152,7 +157,8 @@ class EpisodeGroup:
                         member.samples[sample].forget_turn()
                         break  # the engine takes less than the model's configuration says
                 asked_s = time.monotonic()
-                ended = await self._environments.end(self._task, episode.number)
+                with tracing.span("score", sample=member.index):
+                    ended = await self._environments.end(self._task, episode.number)
                 member.samples[0].timings.score_s += time.monotonic() - asked_s
         except SlipstreamError as error:
             self._fail(member, error, episode)

@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common import tracing
 from slipstream.common.errors import SlipstreamError
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import attempt_name
@@ -71,9 +72,11 @@ class GroupRunner:
         group: list[Finished] = []
         if unfinished is not None:
             telemetry.groups_taken_up.labels("resumed" if unfinished.turns else "started_over").inc()
+        trace = tracing.group_trace(assignment.group_id, assignment.attempt)
         try:
             play = self._play_turns if prompt.takes_turns else self._play
-            group, executions = await play(assignment, prompt, deadline_s, report, turn_log)
+            with tracing.span("run", trace, group_id=assignment.group_id, sample_count=assignment.sample_count):
+                group, executions = await play(assignment, prompt, deadline_s, report, turn_log)
         except SlipstreamError as error:
             report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
             report.reason, report.detail = error.reason, error.message[:4096]
@@ -111,7 +114,8 @@ class GroupRunner:
             await conversation.answer(deadline_s)
             samples = [(rollout.answer, rollout.finish_reason == STOP) for rollout in conversation.rollouts]
             asked_s = time.monotonic()
-            scores, executions = await self._environments.score(task_of(assignment), samples)
+            with tracing.span("score"):
+                scores, executions = await self._environments.score(task_of(assignment), samples)
             for rollout in conversation.rollouts:
                 rollout.timings.score_s += time.monotonic() - asked_s
             ended = True

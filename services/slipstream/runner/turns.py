@@ -18,7 +18,7 @@ import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common import errors
+from slipstream.common import errors, tracing
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import Inference, TurnAttempt, Wish
 from slipstream.runner.peers import Peers
@@ -126,7 +126,9 @@ class Conversation:
         asked = [i for i in indexes if turn_log is None or not turn_log.recall(i, self._rollouts[i])]
         try:
             if asked:
-                await self._sample(asked, deadline_s, ())
+                of = tracing.group_trace(self._assignment.group_id, self._assignment.attempt)
+                with tracing.span("turn", of, samples=len(asked), first_sample=asked[0]):
+                    await self._sample(asked, deadline_s, ())
         finally:
             if wish is not None:
                 for index in indexes:

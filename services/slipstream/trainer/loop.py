@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -21,6 +21,7 @@ import numpy as np
 import structlog
 
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
+from slipstream.common import tracing
 from slipstream.common.disk import replace_file
 from slipstream.common.errors import (
     BroadcastStoreFull,
@@ -46,7 +47,7 @@ from slipstream.trainer.room import write_when_room
 from slipstream.trainer.rows import RowForm
 from slipstream.trainer.sequence import version_number
 from slipstream.trainer.status import Status, request_id
-from slipstream.trainer.timeline import Timeline
+from slipstream.trainer.timeline import Timeline, traced_groups
 from slipstream.trainer.torch_thread import TorchThread
 from slipstream.weights.adapter import Adapter, adapter_name
 from slipstream.weights.manifest import Box, Probe
@@ -351,7 +352,7 @@ class TrainingLoop:
                 async for portion in self._rows.read(own, RowForm.of(learner.model, trained), group):
                     fetch_s += time.monotonic() - asked_s
                     if not begun:
-                        training.enter_context(self._timeline.interval("train_step", step=version.step))
+                        training.enter_context(self._interval("train_step", learner, plan))
                     begun = True
                     refused += portion.refused
                     self._status.enter("training")
@@ -362,6 +363,12 @@ class TrainingLoop:
         if metrics["sequences_lost"]:
             log.warning("sequences_lost", count=int(metrics["sequences_lost"]), step=version.step)
         return metrics, fetch_s
+
+    def _interval(self, kind: str, learner: Learner, plan: batch_pb2.Plan) -> AbstractContextManager[None]:
+        """Of the timeline: the first span of the step's trace, which links those of the groups that it trains."""
+        version = PolicyVersion.from_proto(plan.version)
+        of, first = tracing.step_trace(str(version)), learner.world.rank == 0
+        return self._timeline.interval(kind, of, root=first, links=traced_groups(plan), step=version.step)
 
     def _fetching(self) -> float:
         self._status.enter("fetching")
@@ -387,7 +394,8 @@ class TrainingLoop:
     async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
         """Seal the version at the broadcaster, then report its step."""
         started_s = time.monotonic()
-        with self._timeline.interval("publish", step=step.version.step):
+        of = tracing.step_trace(str(step.version)) if step.version.step else None
+        with self._timeline.interval("publish", of, step=step.version.step):
             await self._retry(partial(self._send, step.version, snapshot))
         self._status.version = step.version
         if self._world is not None and self._world.rank:

@@ -1,17 +1,16 @@
-"""The trainer's part of the run's timeline: one JSON object a line, `<run_dir>/timeline/<replica>.jsonl`."""
+"""The trainer's part of the run's timeline, whose training steps and publishing are spans of a trace as well."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.common.disk import AppendFile, PatientFile
-
-KEPT_FILES = 1
-BUFFER_BYTES = 1 << 20
+from slipstream.api.training.v1 import batch_pb2
+from slipstream.common import tracing
+from slipstream.common.timeline import TimelineFile
+from slipstream.common.tracing import Span, TraceContext
 
 
 class Timeline:
@@ -19,13 +18,40 @@ class Timeline:
 
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
         """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
-        self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
+        self._file = TimelineFile(path, limit_bytes)
 
     @contextmanager
-    def interval(self, kind: str, **fields: object) -> Iterator[None]:
-        """Record how long the block took. A block that raises leaves no record."""
+    def interval(
+        self,
+        kind: str,
+        of: TraceContext | None = None,
+        *,
+        root: bool = False,
+        links: Sequence[TraceContext] = (),
+        **fields: object,
+    ) -> Iterator[None]:
+        """Record how long the block took. A block that raises leaves no record.
+
+        `of`: the trace that it is a span of, its first if `root`; calls made in the block belong to it.
+        """
+        context = of if of is None or root else tracing.child(of)
         start_s, began_s = time.time(), time.monotonic()
-        yield
+        with tracing.entered(context):
+            yield
         end_s = start_s + time.monotonic() - began_s  # a clock that is set meanwhile does not change how long it took
-        record = {"kind": kind, "start_s": start_s, "end_s": end_s, **fields}
-        self._file.write(json.dumps(record).encode() + b"\n")
+        if of is not None and context is not None:
+            span = Span(kind, context, "" if root else of.span_id, start_s, end_s, links, fields)
+            tracing.export(span)
+            fields = span.fields()
+        self._file.record(kind, start_s, end_s, **fields)
+
+
+def traced_groups(plan: batch_pb2.Plan) -> list[TraceContext]:
+    """Traces of the attempts whose rollouts a plan trains, as far as they are recorded."""
+    if not tracing.enabled():
+        return []
+    ids = dict.fromkeys(planned.rollout_id for batch in plan.micro_batches for planned in batch.sequences)
+    names = dict.fromkeys(name.rpartition(".")[0] for name in ids)
+    attempts = [(group_id, int(number)) for group_id, _, number in (name.rpartition(".") for name in names)
+                if number.isdecimal()]  # fmt: skip
+    return [trace for each in attempts if (trace := tracing.group_trace(*each)) is not None]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from slipstream.common.disk import AppendFile, PatientFile
+from slipstream.common.timeline import TimelineFile
 from slipstream.engine.base import BusyInterval
 
 BRIDGED_GAP_S = 0.02
-KEPT_FILES = 1
-BUFFER_BYTES = 1 << 20
 
 
 class Timeline:
@@ -19,7 +16,7 @@ class Timeline:
 
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
         """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
-        self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
+        self.file = TimelineFile(path, limit_bytes)
         self._last: dict[str, BusyInterval] = {}
 
     def add(self, intervals: Iterable[BusyInterval], now_s: float) -> None:
@@ -39,11 +36,10 @@ class Timeline:
 
     def record(self, kind: str, start_s: float, end_s: float, **fields: object) -> None:
         """Write one interval, Unix seconds."""
-        line = {"kind": kind, "start_s": round(start_s, 4), "end_s": round(end_s, 4), **fields}
-        self._file.write(json.dumps(line).encode() + b"\n")
+        self.file.record(kind, start_s, end_s, **fields)
 
     def close(self) -> None:
         for last in self._last.values():
             self.record(last.kind, last.start_s, last.end_s)
         self._last.clear()
-        self._file.close()
+        self.file.close()

@@ -20,6 +20,7 @@ import structlog
 
 from slipstream.api.inference.v1 import worker_pb2, worker_pb2_grpc
 from slipstream.api.rollout.v1 import rows_pb2_grpc
+from slipstream.common import tracing
 from slipstream.common.errors import StateUnavailable
 from slipstream.common.state import SERVING
 from slipstream.common.version import UNSET, PolicyVersion
@@ -94,6 +95,7 @@ class Worker:
         self.kv_events = KvEventLog()
         timeline = config.run_dir / "timeline" / f"{config.replica or 'worker'}.jsonl"
         self.timeline = Timeline(timeline, config.timeline_limit_bytes)
+        tracing.write_to(self.timeline.file)
         self._listen = config.listen
         self._engine_name = config.engine.type
         self._state = state

@@ -1,0 +1,29 @@
+"""`<run_dir>/timeline/<replica>.jsonl`: what a process did when. One JSON object a line, times in Unix seconds.
+
+A line is an interval of work (`kind` says of which), a span of a trace (`kind` is "span"), or both: `tracing.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slipstream.common.disk import AppendFile, PatientFile
+
+KEPT_FILES = 1
+BUFFER_BYTES = 1 << 20
+
+
+class TimelineFile:
+    """Appends lines, each with the kernel when `record` returns: whoever is killed leaves what it had done."""
+
+    def __init__(self, path: Path, limit_bytes: int = 0) -> None:
+        """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
+        self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
+
+    def record(self, kind: str, start_s: float, end_s: float, **fields: object) -> None:
+        line = {"kind": kind, "start_s": round(start_s, 6), "end_s": round(end_s, 6), **fields}
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,259 @@
+"""Traces: what became of one group, from its dispatch to the step that trained it, across all services.
+
+    with tracing.span("turn", of=tracing.group_trace("train-7", 1), sample_count=8):
+        ...                                   # calls made in here carry the trace to whoever answers them
+
+A trace is an attempt at a group. Its id, its root and whether it is recorded follow from its name and the run's:
+every service knows them without being told, also after a restart. Inside a call the context travels as W3C's
+`traceparent`. Spans that have ended go into the process's file under `<run_dir>/timeline/` and, where
+`tracing.otlp_endpoint` is set, to a collector (`otlp.py`). Nothing here waits or raises for the sake of a trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from slipstream.common.config import ServiceConfig
+from slipstream.common.timeline import TimelineFile
+
+if TYPE_CHECKING:
+    from slipstream.common.otlp import OtlpExport
+
+HEADER = "traceparent"
+SPAN = "span"
+"""The `kind` of a line that is a span and no interval of work."""
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-01")
+_SHARES = 1 << 32
+
+
+class TraceContext(NamedTuple):
+    """Where a span belongs: hexadecimal ids of a trace and of a span in it, as W3C has them."""
+
+    trace_id: str
+    span_id: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """One that has ended."""
+
+    name: str
+    context: TraceContext
+    parent_id: str
+    """Empty: the first of its trace."""
+    start_s: float
+    end_s: float
+    """Unix seconds."""
+    links: Sequence[TraceContext] = ()
+    """Traces that it belongs to as well."""
+    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def fields(self) -> dict[str, Any]:
+        """What a line of the timeline says of it, beside when."""
+        links = {"links": [list(link) for link in self.links]} if self.links else {}
+        parent = {"parent": self.parent_id} if self.parent_id else {}
+        trace = {"name": self.name, "trace": self.context.trace_id, "span": self.context.span_id}
+        return {**trace, **parent, **links, **self.attributes}
+
+
+class Tracer:
+    """What is recorded, and where it goes. One a process."""
+
+    def __init__(
+        self, run_id: str, share: float, file: TimelineFile | None = None, otlp: OtlpExport | None = None
+    ) -> None:
+        self.run_id = run_id
+        self.share = share
+        self.file = file
+        self.otlp = otlp
+
+    def write(self, span: Span) -> None:
+        """Put a span where spans go."""
+        if self.file is not None:
+            self.file.record(SPAN, span.start_s, span.end_s, **span.fields())
+        self.export(span)
+
+    def export(self, span: Span) -> None:
+        """Hand a span that is in the file already to the collector."""
+        if self.otlp is not None:
+            self.otlp.put(span)
+
+    def close(self) -> None:
+        if self.otlp is not None:
+            self.otlp.close()
+
+
+_tracer = Tracer("", 0.0)
+_current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
+
+
+def setup(config: ServiceConfig, service: str) -> None:
+    """Have this process record spans as its configuration says. Raises `ConfigError`."""
+    settings = config.tracing
+    replica = config.replica or service
+    otlp = None
+    if settings.sample_share and settings.otlp_endpoint:
+        from slipstream.common.otlp import OtlpExport  # what it imports is an extra
+
+        otlp = OtlpExport(settings.otlp_endpoint, {"service.name": service, "service.instance.id": replica,
+                                                   "slipstream.run_id": config.run_id})  # fmt: skip
+    file = TimelineFile(config.run_dir / "timeline" / f"{replica}.jsonl", settings.limit_bytes)
+    use(Tracer(config.run_id, settings.sample_share, file, otlp))
+
+
+def use(tracer: Tracer) -> None:
+    """Record with this one from now on."""
+    global _tracer
+    _tracer = tracer
+
+
+def write_to(file: TimelineFile) -> None:
+    """Spans join the intervals that this process writes already: one file a process."""
+    if _tracer.share:
+        _tracer.file = file
+
+
+def close() -> None:
+    """Send what waits for a collector, for a moment at most."""
+    _tracer.close()
+
+
+def enabled() -> bool:
+    return _tracer.share > 0
+
+
+def now_s() -> float:
+    """Unix seconds, for where a span begins; how long it takes is of a steady clock."""
+    return time.time()
+
+
+def group_trace(group_id: str, attempt: int) -> TraceContext | None:
+    """The root of an attempt's trace; None where it is not among the recorded share."""
+    if not _tracer.share:
+        return None
+    context = _context_of(f"group {group_id}.{attempt}")
+    return context if int(context.trace_id[:8], 16) < _tracer.share * _SHARES else None
+
+
+def step_trace(version: str) -> TraceContext | None:
+    """The root of the trace of the training step that makes a version; all of them are recorded, if any trace is."""
+    return _context_of(f"step {version}") if _tracer.share else None
+
+
+def _context_of(name: str) -> TraceContext:
+    digest = hashlib.blake2b(f"{_tracer.run_id} {name}".encode(), digest_size=24).hexdigest()
+    return TraceContext(digest[:32], digest[32:])
+
+
+def record(
+    name: str,
+    of: TraceContext | None,
+    duration_s: float,
+    *,
+    root: bool = False,
+    links: Sequence[TraceContext | None] = (),
+    **attributes: Any,
+) -> None:
+    """Write a span that ends now, below `of` or, as the `root`, in its place; nothing where `of` is None."""
+    if of is not None:
+        context = of if root else TraceContext(of.trace_id, _new_id())
+        end_s = now_s()
+        known = [link for link in links if link is not None]
+        _tracer.write(
+            Span(name, context, "" if root else of.span_id, end_s - max(duration_s, 0.0), end_s, known, attributes)
+        )
+
+
+def export(span: Span) -> None:
+    """Hand on a span that its writer has put into the file itself."""
+    _tracer.export(span)
+
+
+def traceparent() -> str | None:
+    """What a call made now carries."""
+    context = _current.get()
+    return None if context is None else f"00-{context.trace_id}-{context.span_id}-01"
+
+
+def parse(header: str | bytes) -> TraceContext | None:
+    """The context in a header; None for what is none, or of a trace that is not recorded."""
+    found = _TRACEPARENT.fullmatch(header) if isinstance(header, str) else None
+    return TraceContext(*found.groups()) if found and _tracer.share else None
+
+
+class _Nothing:
+    """A span that is not recorded."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _Open:
+    """A span from where the block begins to where it ends, however that is."""
+
+    def __init__(self, name: str, parent: TraceContext, attributes: dict[str, Any]) -> None:
+        self._name = name
+        self._parent = parent
+        self._attributes = attributes
+        self._context = TraceContext(parent.trace_id, _new_id())
+        self._token: Token[TraceContext | None]
+
+    def __enter__(self) -> Self:
+        self._token = _current.set(self._context)
+        self._start_s, self._began_s = now_s(), time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _current.reset(self._token)
+        if kind is not None:
+            self._attributes["error"] = kind.__name__
+        end_s = self._start_s + time.monotonic() - self._began_s
+        context, parent_id = self._context, self._parent.span_id
+        _tracer.write(Span(self._name, context, parent_id, self._start_s, end_s, (), self._attributes))
+
+
+class _Entered:
+    """A block whose calls carry a context that its writer records by itself."""
+
+    def __init__(self, context: TraceContext) -> None:
+        self._context = context
+        self._token: Token[TraceContext | None]
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
+_NOTHING = _Nothing()
+
+
+def span(name: str, of: TraceContext | None = None, **attributes: Any) -> _Open | _Nothing:
+    """A block that is recorded as part of the block around it or, where none is, of the trace `of`."""
+    parent = _current.get() or of
+    return _NOTHING if parent is None else _Open(name, parent, attributes)
+
+
+def entered(context: TraceContext | None) -> _Entered | _Nothing:
+    """A block whose calls belong to `context`."""
+    return _NOTHING if context is None else _Entered(context)
+
+
+def child(parent: TraceContext) -> TraceContext:
+    """A new place below another."""
+    return TraceContext(parent.trace_id, _new_id())
+
+
+def _new_id() -> str:
+    return os.urandom(8).hex()

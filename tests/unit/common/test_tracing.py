@@ -1,0 +1,141 @@
+"""Spans: which are recorded, how they hang together, where they go."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from slipstream.common import tracing
+from slipstream.common.otlp import QUEUE_SPANS, OtlpExport
+from slipstream.common.timeline import TimelineFile
+from slipstream.common.tracing import Span, TraceContext, Tracer
+
+CONTEXT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+
+
+@pytest.fixture
+def lines(tmp_path) -> Iterator[Path]:
+    """The file of a process that traces everything."""
+    path = tmp_path / "timeline" / "runner-1.jsonl"
+    tracing.use(Tracer("run", 1.0, TimelineFile(path)))
+    yield path
+    tracing.use(Tracer("", 0.0))
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def span_named(name: str) -> Span:
+    return Span(name, CONTEXT, "", 1.0, 2.0, [CONTEXT], {"replica": "decode-1", "tokens": 3})
+
+
+def test_without_a_share_nothing_is_recorded_or_sent_along(tmp_path):
+    tracing.use(Tracer("run", 0.0, TimelineFile(tmp_path / "a.jsonl")))
+    trace = tracing.group_trace("train-1", 1)
+    with tracing.span("turn", trace):
+        assert tracing.traceparent() is None
+    tracing.record("group", trace, 1.0, root=True)
+    assert (trace, tracing.step_trace("1.1"), list(tmp_path.iterdir())) == (None, None, [])
+    assert tracing.parse(f"00-{CONTEXT.trace_id}-{CONTEXT.span_id}-01") is None
+
+
+def test_the_share_of_traced_groups_is_the_same_choice_in_every_process():
+    chosen = []
+    for _ in range(2):
+        tracing.use(Tracer("run", 0.25))
+        chosen.append([n for n in range(2000) if tracing.group_trace(f"train-{n}", 1)])
+    tracing.use(Tracer("", 0.0))
+    assert chosen[0] == chosen[1]
+    assert 400 < len(chosen[0]) < 600
+
+
+def test_spans_inside_another_and_calls_made_there_belong_to_it(lines):
+    trace = tracing.group_trace("train-1", 2)
+    called = []
+
+    def fail() -> None:
+        called.append(tracing.parse(tracing.traceparent() or ""))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), tracing.span("run", trace), tracing.span("turn", of=CONTEXT, samples=8):
+        fail()
+    tracing.record("group", trace, 0.5, root=True, group_id="train-1")
+    assert tracing.traceparent() is None
+    turn, run, group = read(lines)
+    assert {record["trace"] for record in (turn, run, group)} == {trace.trace_id}
+    assert called == [(trace.trace_id, turn["span"])]
+    assert (turn["parent"], run["parent"], group["span"]) == (run["span"], group["span"], trace.span_id)
+    assert "parent" not in group
+    assert (turn["samples"], turn["error"], run["error"], group["group_id"]) == (
+        8,
+        "ValueError",
+        "ValueError",
+        "train-1",
+    )
+    assert all(record["start_s"] <= record["end_s"] for record in (turn, run, group))
+
+
+@pytest.mark.parametrize("header", ["", "00-1-2-01", b"00-00", f"00-{CONTEXT.trace_id}-{CONTEXT.span_id}-00"])
+def test_a_header_that_is_none_or_of_what_is_not_recorded_begins_no_trace(lines, header):
+    assert tracing.parse(header) is None
+
+
+def test_a_collector_is_sent_the_spans_with_their_links():
+    got: list[ExportTraceServiceRequest] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on standard error."""
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            export = OtlpExport(f"http://127.0.0.1:{server.server_port}", {"service.name": "decode"})
+            export.put(span_named("decode"))
+            export.close()
+            export._thread.join(30.0)
+        finally:
+            server.shutdown()
+            thread.join(30.0)
+    assert (export.sent_count, export.dropped_count) == (1, 0)
+    (resource,) = got[0].resource_spans
+    assert [(a.key, a.value.string_value) for a in resource.resource.attributes] == [("service.name", "decode")]
+    (span,) = resource.scope_spans[0].spans
+    assert (span.name, span.trace_id.hex(), span.span_id.hex()) == ("decode", *CONTEXT)
+    assert (span.start_time_unix_nano, span.end_time_unix_nano) == (10**9, 2 * 10**9)
+    assert [(link.trace_id.hex(), link.span_id.hex()) for link in span.links] == [CONTEXT]
+    assert {a.key: a.value.string_value or a.value.int_value for a in span.attributes} == {
+        "replica": "decode-1",
+        "tokens": 3,
+    }
+
+
+def test_a_collector_that_is_gone_costs_its_spans_alone(lines):
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_port
+    export = OtlpExport(f"http://127.0.0.1:{port}", {"service.name": "decode"})
+    tracing.use(Tracer("run", 1.0, TimelineFile(lines), export))
+    trace = tracing.group_trace("train-1", 1)
+    for _ in range(QUEUE_SPANS + 600):  # more than the queue and a batch hold
+        tracing.record("turn", trace, 0.1)
+    tracing.close()
+    export._thread.join(30.0)
+    assert not export._thread.is_alive()
+    assert export.sent_count == 0
+    assert export.dropped_count > 0
+    assert len(read(lines)) == QUEUE_SPANS + 600
