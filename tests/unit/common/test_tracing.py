@@ -58,6 +58,7 @@ def test_the_share_of_traced_groups_is_the_same_choice_in_every_process():
 
 def test_spans_inside_another_and_calls_made_there_belong_to_it(lines):
     trace = tracing.group_trace("train-1", 2)
+    assert trace is not None
     called = []
 
     def fail() -> None:
