@@ -20,6 +20,8 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import structlog
+
 from slipstream.common.config import ServiceConfig
 from slipstream.common.timeline import TimelineFile
 
@@ -77,7 +79,11 @@ class Tracer:
     def write(self, span: Span) -> None:
         """Put a span where spans go."""
         if self.file is not None:
-            self.file.record(SPAN, span.start_s, span.end_s, **span.fields())
+            try:
+                self.file.record(SPAN, span.start_s, span.end_s, **span.fields())
+            except OSError as error:  # of a full disk it waits for room; here there is none to write to
+                log.warning("spans_not_written", detail=str(error))
+                self.file = None
         self.export(span)
 
     def export(self, span: Span) -> None:
@@ -89,6 +95,8 @@ class Tracer:
         if self.otlp is not None:
             self.otlp.close()
 
+
+log = structlog.get_logger()
 
 _tracer = Tracer("", 0.0)
 _current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)

@@ -83,6 +83,15 @@ def test_spans_inside_another_and_calls_made_there_belong_to_it(lines):
     assert all(record["start_s"] <= record["end_s"] for record in (turn, run, group))
 
 
+def test_a_directory_that_cannot_be_written_ends_the_spans_and_nothing_else(tmp_path, lines):
+    lines.parent.write_text("in the way")
+    trace = tracing.group_trace("train-1", 1)
+    for _ in range(2):
+        with tracing.span("turn", trace):
+            pass
+    assert lines.parent.read_text() == "in the way"
+
+
 @pytest.mark.parametrize("header", ["", "00-1-2-01", b"00-00", f"00-{CONTEXT.trace_id}-{CONTEXT.span_id}-00"])
 def test_a_header_that_is_none_or_of_what_is_not_recorded_begins_no_trace(lines, header):
     assert tracing.parse(header) is None
