@@ -20,6 +20,7 @@ from slipstream.common.errors import SessionsFull, SessionUnknown
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.config import SessionsConfig
+from slipstream.orchestrator.external import PAGE_BYTES
 from slipstream.orchestrator.signals import Signal
 
 OPEN = rollout_pb2.SESSION_STATE_OPEN
@@ -139,6 +140,8 @@ class Sessions:
                 if not group.openings:
                     self._waiting.remove(group)
                     self._close_to_others(group)
+                elif group.request.group_key:
+                    self._joinable.setdefault(group.request.group_key, group)  # its place is free again
 
     def take(self, position: int, attempt: int, address: str, version: PolicyVersion) -> SessionGroup:
         """The group that waits longest, which a runner gets as the attempt at a position."""
@@ -208,9 +211,20 @@ class Sessions:
         return session
 
     def page(self, after_number: int, size: int, labels: Mapping[str, str]) -> tuple[list[AgentSession], bool]:
-        """Return up to `size` sessions opened after `after_number`, oldest first, and whether there are more."""
-        found = [s for s in self._sessions.values() if s.number > after_number and s.has(labels)]
-        return found[:size], len(found) > size
+        """Return sessions opened after `after_number`, oldest first, and whether there are more.
+
+        At most `size` of them, and no more than fit into a message, but at least one.
+        """
+        page: list[AgentSession] = []
+        size_bytes = 0
+        for session in self._sessions.values():
+            if session.number <= after_number or not session.has(labels):
+                continue
+            size_bytes += session.proto.ByteSize()
+            if page and (len(page) == size or size_bytes > PAGE_BYTES):
+                return page, True
+            page.append(session)
+        return page, False
 
     # ---- what becomes of them
 

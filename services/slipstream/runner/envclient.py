@@ -19,7 +19,14 @@ from typing import Any
 
 import structlog
 
-from slipstream.common.errors import ContextTooLong, EnvironmentFailed, EnvironmentTimeout, SandboxAway, SlipstreamError
+from slipstream.common.errors import (
+    ContextTooLong,
+    EnvironmentFailed,
+    EnvironmentTimeout,
+    InvalidRequest,
+    SandboxAway,
+    SlipstreamError,
+)
 from slipstream.runner import telemetry
 
 log = structlog.get_logger()
@@ -242,6 +249,12 @@ class EnvironmentWorker:
 
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
+        line = json.dumps({"id": number, **request}).encode() + b"\n"
+        if len(line) >= MAX_LINE_BYTES:  # it would end the process, and what others have there
+            message = f"this is {len(line)} bytes for the environment worker, which takes {MAX_LINE_BYTES}"
+            if request["op"] == "session":
+                raise InvalidRequest(message, field="messages", limit=MAX_LINE_BYTES)
+            raise EnvironmentFailed(message, environment=environment)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not self._up.is_set():  # it may have died again before this task ran
@@ -249,7 +262,7 @@ class EnvironmentWorker:
             async with asyncio.timeout(self._timeout_s):
                 assert self._writer is not None
                 future = self._waiting[number] = asyncio.get_running_loop().create_future()
-                self._writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
+                self._writer.write(line)
                 await self._writer.drain()
                 reply = await future
         except TimeoutError:

@@ -170,12 +170,22 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
 
     async def answer(line: bytes) -> None:
         reply = await host.answer(json.loads(line))
-        writer.write(json.dumps(reply).encode() + b"\n")
+        if not reply["id"]:  # nobody waits for it
+            return
+        said = json.dumps(reply).encode() + b"\n"
+        if len(said) >= MAX_LINE_BYTES:  # the runner would take this process for one out of its mind
+            error = f"the answer is {len(said)} bytes, of which the runner takes {MAX_LINE_BYTES}"
+            log.warning("answer_too_large", size_bytes=len(said), limit_bytes=MAX_LINE_BYTES)
+            said = json.dumps({"id": reply["id"], "error": error}).encode() + b"\n"
+        writer.write(said)
         await writer.drain()
 
-    async with asyncio.TaskGroup() as group:
-        while line := await reader.readline():
-            group.create_task(answer(line))
+    try:
+        async with asyncio.TaskGroup() as group:
+            while line := await reader.readline():
+                group.create_task(answer(line))
+    finally:
+        writer.close()
 
 
 async def run(config: RunnerConfig, connection: socket.socket) -> None:

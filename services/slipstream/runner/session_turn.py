@@ -58,7 +58,7 @@ class Samples:
 
 
 class Turn:
-    """One turn. `run` it in a task; read its `pieces` in another."""
+    """One turn. `start` it; read its `pieces` in another task."""
 
     def __init__(self, samples: Samples, texts: EnvironmentWorker, request: session_pb2.RunTurnRequest) -> None:
         """Raises `SamplingBiased` for what the session is not sampled with."""
@@ -75,22 +75,27 @@ class Turn:
         self.task: asyncio.Task[None] | None = None
         self._check_sampling()
 
-    async def run(self, deadline_s: float, done: Callable[[], None]) -> None:
-        """Sample to the end. What goes wrong is for the reader; `done` is called in any case."""
+    def start(self, tasks: asyncio.TaskGroup, deadline_s: float, done: Callable[[], None]) -> None:
+        """Sample to the end, in a task. What goes wrong is for the reader; `done` is called in any case."""
+
+        def over(task: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it began
+            if task.cancelled():
+                self._error = self._error or RequestAborted("the turn was aborted")
+            self._over = True
+            self._news.set()
+            done()
+
+        self.task = tasks.create_task(self._sample(deadline_s))
+        self.task.add_done_callback(over)
+
+    async def _sample(self, deadline_s: float) -> None:
         try:
             await self._run(deadline_s)
         except SlipstreamError as error:
             self._error = error
-        except asyncio.CancelledError:
-            self._error = self._error or RequestAborted("the turn was aborted")
-            raise
         except Exception:
             log.exception("turn_failed", session_id=self._samples.session_id)
             self._error = InternalError("internal error")
-        finally:
-            self._over = True
-            self._news.set()
-            done()
 
     def end(self, error: SlipstreamError) -> None:
         """Abort it, and tell its reader this."""

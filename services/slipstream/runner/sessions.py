@@ -49,6 +49,8 @@ class Member:
     """When something was last asked of it, in `time.monotonic()` terms."""
     turns: set[Turn] = field(default_factory=set[Turn])
     closing: bool = False
+    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is closed: whoever closes it again meanwhile hears what became of that."""
     reward: session_pb2.EndSessionRequest | None = None
     """What it was closed with."""
     ended: str = ""
@@ -71,6 +73,7 @@ class SessionGroup:
         self._deadline_s = now + assignment.deadline_ms / 1000
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self._cancelled = False
         names = [f"{assignment.session_group.name}-{index}" for index in range(assignment.sample_count)]
         self.members = [
             Member(name, Samples(name, index, assignment, self._conversation), now) for index, name in enumerate(names)
@@ -81,9 +84,13 @@ class SessionGroup:
         finished = False
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                while open_members := [member for member in self.members if not member.over]:
-                    self._expire(open_members)
-                    await self._until_changed(open_members)
+                try:
+                    while open_members := [member for member in self.members if not member.over]:
+                        self._expire(open_members)
+                        await self._until_changed(open_members)
+                except asyncio.CancelledError:
+                    self._cancelled = True
+                    raise
             closed = [member for member in self.members if member.reward is not None]
             group = [await self._finished(member) for member in closed]
             finished = True
@@ -99,6 +106,8 @@ class SessionGroup:
         """Start a turn."""
         if member.over or member.closing:
             raise _ended(member)
+        if self._cancelled:
+            raise SessionEnded("the session ends with its group", session_reason="GROUP_ENDED")
         if len(member.turns) >= MAX_TURNS:
             raise SessionBusy(f"{MAX_TURNS} turns of this session run already", limit=MAX_TURNS)
         turn = Turn(member.samples, self._texts, request)
@@ -110,14 +119,21 @@ class SessionGroup:
             member.asked_s = time.monotonic()
 
         assert self._tasks is not None
-        turn.task = self._tasks.create_task(turn.run(self._deadline_s, done))
+        turn.start(self._tasks, self._deadline_s, done)
         return turn
 
     async def end(self, member: Member, request: session_pb2.EndSessionRequest) -> None:
         """Close a member, or discard it."""
+        async with member.ending:
+            try:
+                await self._end(member, request)
+            finally:
+                member.closing = False
+
+    async def _end(self, member: Member, request: session_pb2.EndSessionRequest) -> None:
         if member.reward is not None or (request.discard and member.ended == "DISCARDED"):
             return
-        if member.over or member.closing:
+        if member.over:
             raise _ended(member)
         member.closing = True
         running = [turn.task for turn in member.turns if turn.task is not None]

@@ -32,7 +32,7 @@ from slipstream.environments.config import ImportedConfig
 async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs(
     start_world: Any, behaviour: str, detail: str
 ) -> None:
-    world = await start_world(behaviour, environment_timeout_s=1.0)
+    world = await start_world(behaviour, environment_timeout_s=1.0 if behaviour == "hangs" else 60.0)
     report = await world.report(await world.give(behaviour.replace(" ", "_")))
     reason = "ENVIRONMENT_TIMEOUT" if behaviour == "hangs" else "ENVIRONMENT_ERROR"
     assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, reason)
@@ -57,7 +57,7 @@ async def test_an_environment_without_a_prompt_fails_its_own_groups_only(start_w
     world = await start_world("raises at the prompt")
     world.orchestrator.waiting.append(
         runner_pb2.GroupAssignment(
-            group_id="bad", attempt=1, environment="raises_at_the_prompt", split="train", deadline_ms=5000
+            group_id="bad", attempt=1, environment="raises_at_the_prompt", split="train", deadline_ms=60_000
         )
     )
     good = await world.give()  # handed out in the same answer
@@ -75,7 +75,7 @@ async def test_prompts_that_cannot_fit_fail_their_own_groups_at_once(start_world
             attempt=1,
             prompt="\x01" * 2**20,
             sample_count=1,
-            deadline_ms=5000,
+            deadline_ms=60_000,
             purpose=runner_pb2.GROUP_PURPOSE_EXTERNAL,
         )
         for name in names

@@ -308,3 +308,27 @@ async def test_a_cancelled_group_ends_its_turns_and_frees_the_engines_before_it_
         assert kinds.index("aborted") < kinds.index("acknowledged")
         with pytest.raises(Exception, match=r"abort|ended"):
             await turn
+
+
+async def test_who_closes_a_session_twice_at_once_hears_of_one_end(world: Any) -> None:
+    async with sessions(world) as agent:
+        assert await agent.say(0, user("say 3")) == "3"
+        engines(world, says=lambda prompt: "one two three", tokens_a_message=4, open=False)
+        turn = asyncio.ensure_future(agent.say(0, user("count"), stream=True))
+        await world.until(lambda: len([d for worker in world.workers.values() for d in worker.decodes]) >= 2)
+        await asyncio.gather(agent.close(0, 1.0), agent.close(0, 1.0))
+        with pytest.raises(SessionEnded):
+            await turn
+        assert [record.reward for record in (await agent.report()).rollouts] == [1.0]
+
+
+async def test_what_is_too_large_for_the_texts_is_refused_and_other_conversations_stay(world: Any) -> None:
+    async with sessions(world, count=2) as agent:
+        assert await agent.say(0, user("say 3")) == "3"
+        with pytest.raises(InvalidRequest):
+            await agent.say(1, user("\x01" * 2**22))  # six times as much on its way
+        assert await agent.say(0, user("say 3"), assistant("3"), user("now 12")) == "12"
+        await agent.close(0, 1.0)
+        await agent.close(1, discard=True)
+        (record,) = (await agent.report()).rollouts
+        assert not record.further_samples
