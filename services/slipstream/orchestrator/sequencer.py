@@ -21,6 +21,7 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.advantage import BadAdvantages, build_advantages
 from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
+from slipstream.orchestrator.attempts import Attempt, RunningAttempts
 from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.concurrency_gate import ConcurrencyGate
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
@@ -50,20 +51,6 @@ _DEADLINE_GRACE_S = 5.0
 _REPORTS_REMEMBERED = 4096
 # Well below the 16 MiB of a message: the last group taken, with a prompt of 1 MiB, may lie above.
 _ACQUIRED_BYTES = 4 << 20
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One attempt that a runner has."""
-
-    assignment: runner_pb2.GroupAssignment
-    runner_id: str
-    started_at: float
-
-    @property
-    def key(self) -> AttemptKey:
-        """Name of the attempt."""
-        return self.assignment.group_id, self.assignment.attempt
 
 
 @dataclass(slots=True)
@@ -150,7 +137,7 @@ class Sequencer:
         self._metrics = metrics
         self._release_rows = release_rows
         self._clock = clock
-        self._running: dict[AttemptKey, Attempt] = {}
+        self._running = RunningAttempts()
         self._scored: dict[int, ScoredGroup] = {}
         self._reported: OrderedDict[AttemptKey, None] = OrderedDict()
         self._interval = StepInterval(clock())
@@ -190,7 +177,7 @@ class Sequencer:
                     self._lose(group.position, group.attempt)
                     continue
                 attempt = Attempt(self._assigner.training(group, dispatch.version), dispatch.runner_id, self._clock())
-                self._running[attempt.key] = attempt
+                self._running.add(attempt)
                 self.leases.adopt(attempt.runner_id, [attempt.key])
 
     # ---- handing out
@@ -212,7 +199,7 @@ class Sequencer:
     @property
     def rollouts_in_flight(self) -> int:
         """Rollouts that runners have."""
-        return sum(attempt.assignment.sample_count for attempt in self._running.values())
+        return self._running.rollout_count
 
     def look_at_load(self, workers: Sequence[Worker]) -> None:
         """Let the limit of rollouts in flight follow what the workers that sample say."""
@@ -253,7 +240,7 @@ class Sequencer:
             groups.append(group)
             size_bytes += group.ByteSize()
             attempt = Attempt(group, runner.runner_id, now)
-            self._running[attempt.key] = attempt
+            self._running.add(attempt)
             if group.purpose != EXTERNAL and not group.HasField("session_group"):
                 self.breakers.handed_out(group.environment, attempt.key)
         self.leases.grant(runner, [(group.group_id, group.attempt) for group in groups])
@@ -263,14 +250,11 @@ class Sequencer:
 
     def dispatch_versions(self) -> dict[str, str]:
         """Return the dispatch version of every attempt that runs, by group id."""
-        return {
-            attempt.assignment.group_id: str(PolicyVersion.from_proto(attempt.assignment.dispatch_version))
-            for attempt in self._running.values()
-        }
+        return {attempt.assignment.group_id: str(attempt.version) for attempt in self._running}
 
     def running_versions(self) -> set[PolicyVersion]:
         """Return the dispatch versions of all attempts that run."""
-        return {PolicyVersion.from_proto(attempt.assignment.dispatch_version) for attempt in self._running.values()}
+        return self._running.versions
 
     def _next_group(self, runner: Runner) -> runner_pb2.GroupAssignment | None:
         version = self.state.serving
@@ -323,7 +307,7 @@ class Sequencer:
                     self._acknowledge_everywhere(key)
                     result.refused.append(key)
                 continue
-            del self._running[key]
+            self._running.pop(key)
             self.leases.drop(attempt.runner_id, key)
             if attempt.assignment.purpose == TRAINING and report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
                 self.durations.ended(attempt.assignment.environment, self._clock() - attempt.started_at)
@@ -469,7 +453,7 @@ class Sequencer:
     def lose(self, keys: Iterable[AttemptKey]) -> None:
         """Give up attempts whose runner is gone; each gets another one."""
         for key in keys:
-            attempt = self._running.pop(key, None)
+            attempt = self._running.pop(key)
             if attempt is None:
                 continue
             assignment = attempt.assignment
@@ -490,7 +474,7 @@ class Sequencer:
         now = self._clock()
         overdue = [
             attempt
-            for attempt in self._running.values()
+            for attempt in self._running
             if now - attempt.started_at > attempt.assignment.deadline_ms / 1000 + _DEADLINE_GRACE_S
         ]
         for attempt in overdue:
@@ -502,19 +486,19 @@ class Sequencer:
     def cancel_external(self, group_id: str) -> None:
         """Cancel a third party's group, running or not."""
         self.external.get(group_id)
-        self._stop([a for a in self._running.values() if a.assignment.group_id == group_id], "CLIENT")
+        self._stop([a for a in self._running if a.assignment.group_id == group_id], "CLIENT")
         self.external.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, "CLIENT", "cancelled by CancelRollout")
 
     def stop_evaluation(self) -> None:
         """End the evaluation; what still runs of it is cancelled."""
         tasks = self.evaluation.tasks if self.evaluation is not None else {}
-        self._stop([a for a in self._running.values() if a.assignment.group_id in tasks], "EVALUATION_ENDED")
+        self._stop([a for a in self._running if a.assignment.group_id in tasks], "EVALUATION_ENDED")
         self.evaluation = None
         self.admission_changed.notify()
 
     def stop_all(self, reason: str) -> None:
         """Cancel everything that runs: the run is over."""
-        self._stop(list(self._running.values()), reason)
+        self._stop(list(self._running), reason)
         self.external.end_all(reason)
         self.sessions.end_all(reason)
         state = run_pb2.RunState.Name(self.state.state).removeprefix("RUN_STATE_").lower()
@@ -528,7 +512,7 @@ class Sequencer:
 
     def _stop(self, attempts: Sequence[Attempt], reason: str) -> None:
         for attempt in attempts:
-            del self._running[attempt.key]
+            self._running.pop(attempt.key)
             self.leases.cancel(attempt.runner_id, attempt.key, reason)
             self.traces.ended(attempt.assignment, attempt.started_at, reason.lower())
         self.mirror_due.set()
@@ -537,7 +521,7 @@ class Sequencer:
         counts: Counter[tuple[str, str]] = Counter()
         for given_up in cancellations:
             key = (group_id_of(given_up.position), given_up.attempt)
-            attempt = self._running.pop(key, None)
+            attempt = self._running.pop(key)
             if attempt is not None:
                 self.leases.cancel(attempt.runner_id, key, given_up.reason.upper())
                 self.traces.ended(attempt.assignment, attempt.started_at, given_up.reason)
