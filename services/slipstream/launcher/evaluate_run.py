@@ -6,6 +6,7 @@ A few are asked at a time, so that training goes on. They are the run's third pa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +20,14 @@ from slipstream.algorithms.evaluation import Answer
 from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc, runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channel import open_channel
-from slipstream.common.errors import DeadlineExceeded, RolloutQueueFull, RunEnded, Unreachable, from_rpc_error
+from slipstream.common.errors import (
+    DeadlineExceeded,
+    RolloutQueueFull,
+    RolloutUnknown,
+    RunEnded,
+    Unreachable,
+    from_rpc_error,
+)
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers
@@ -29,6 +37,7 @@ from slipstream.launcher.services import access_to
 from slipstream.orchestrator.evaluation import WRONG, answer_of, versions_of
 
 CALL_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 3.0
 FIRST_LOOK_S = 0.1
 LOOK_S = 1.0
 AWAY_S = 60.0
@@ -97,7 +106,13 @@ class _Asker:
         """The samples of a problem; None when it failed again and again."""
         for attempt in range(ATTEMPTS):
             rollout = await self._create(environment, index, attempt)
-            rollout = await self._ended(rollout)
+            try:
+                rollout = await self._ended(rollout)
+            except RolloutUnknown:  # the orchestrator was started again, and has none of third parties' groups
+                continue
+            except asyncio.CancelledError:
+                await self._cancel(rollout)
+                raise
             if rollout.state == rollout_pb2.ROLLOUT_STATE_FINISHED and rollout.records:
                 return list(rollout.records)
             if rollout.state == rollout_pb2.ROLLOUT_STATE_CANCELLED:
@@ -134,8 +149,17 @@ class _Asker:
             rollout = (await self._call(lambda: self._stub.GetRollout(request, timeout=CALL_TIMEOUT_S))).rollout
         return rollout
 
+    async def _cancel(self, rollout: rollout_pb2.Rollout) -> None:
+        """Nobody waits for it any more: the run need not sample it."""
+        request = rollout_pb2.CancelRolloutRequest(request_id=uuid4().hex, group_id=rollout.group_id)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.CancelRollout(request, timeout=CANCEL_TIMEOUT_S)
+
     async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """A call that is safe to repeat, while its peer is away or has no place. Raises `LauncherError`."""
+        """A call that is safe to repeat, while its peer is away or has no place. Raises `LauncherError`.
+
+        And `RolloutUnknown`, which only whoever asked can do something about.
+        """
         until_s = time.monotonic() + AWAY_S
         while True:
             try:
@@ -144,6 +168,8 @@ class _Asker:
                 rebuilt = from_rpc_error(error)
                 if isinstance(rebuilt, RunEnded):
                     raise LauncherError("the run has ended: stop it, and ask its weights") from None
+                if isinstance(rebuilt, RolloutUnknown):
+                    raise rebuilt from None
                 if isinstance(rebuilt, RolloutQueueFull):
                     until_s = time.monotonic() + AWAY_S
                 elif not isinstance(rebuilt, Unreachable | DeadlineExceeded) or time.monotonic() > until_s:
