@@ -106,7 +106,11 @@ class Life:
             again = history.plan(step)
             assert (again.plans, again.attempts, again.figures) == (plan.plans, plan.attempts, plan.figures)
             assert sorted(ref.key for ref in again.rows) == sorted(ref.key for ref in plan.rows)
-        assert (before.incarnation, before.released_step) == (history.incarnation, history.released_step)
+        assert (before.incarnation, before.lineage_step, before.released_step) == (
+            history.incarnation,
+            history.lineage_step,
+            history.released_step,
+        )
         self.start()
         assert set(self.sequencer.plans) == set(before.plans)
         self.take_up()
@@ -162,11 +166,27 @@ class Life:
                 self.serve(step)
 
     def restore(self) -> None:
-        """Kill the trainer: another one goes on from the checkpoint, as the next incarnation."""
-        self.sequencer.checkpointed(self.checkpoint)
+        """Kill the trainer: another one goes on from the checkpoint, as the next incarnation.
+
+        It reports that step under its own name, unless another of its ranks asks for a plan before.
+        """
         self.incarnation += 1
         self.trainer_step = self.checkpoint
+        version = PolicyVersion(self.incarnation, self.checkpoint)
+        if self.random.random() < 0.7:
+            self.sequencer.trained(version, {}, 1.0)
         self.sequencer.restored(self.incarnation, self.checkpoint)
+        self.sequencer.trained(version, {}, 1.0)
+        self.sequencer.checkpointed(self.checkpoint)
+
+    def die_unheard(self) -> None:
+        """The trainer takes a step, or two, and is killed when there is a checkpoint of it, before it can report."""
+        for _ in range(self.random.randint(1, 2)):
+            self.sequencer.want(self.trainer_step + 1)
+            if self.trainer_step + 1 in self.sequencer.plans:
+                self.trainer_step += 1
+                self.checkpoint = self.trainer_step
+        self.restore()
 
     def event(self, kind: int) -> None:
         self.now += 0.1
@@ -183,6 +203,8 @@ class Life:
                 self.restore()
             case 12:
                 self.serve(self.trainer_step)
+            case 13:
+                self.die_unheard()
 
     def to_the_end(self) -> None:
         machine = self.sequencer.machine
@@ -228,7 +250,7 @@ def settings_of_a_run(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(settings_of_a_run(), st.integers(0, 2**32), st.lists(st.integers(0, 12), min_size=20, max_size=120))
+@given(settings_of_a_run(), st.integers(0, 2**32), st.lists(st.integers(0, 13), min_size=20, max_size=120))
 def test_a_run_that_is_killed_anywhere_goes_on_and_keeps_one_outcome_a_position(
     fields: dict[str, Any], seed: int, events: list[int]
 ) -> None:

@@ -67,7 +67,8 @@ class History:
     """Why it ended."""
     serving: PolicyVersion = UNSET
     incarnation: int = 1
-    retrained: PolicyVersion = UNSET
+    lineage_step: int = 0
+    """The last step that is taken on the lineage of the latest incarnation."""
     sealed_step: int = 0
     trained_step: int = 0
     next_position: int = 0
@@ -169,15 +170,15 @@ class History:
             raise ValueError(f"step {self.trained_step} was trained last, and {self.sealed_step} sealed")
         for group in [group for group in self.groups.values() if group.sealed_step == step]:
             self._end(group, Outcome(record["kind"]))
-        self.trained_step = step
+        self.trained_step = self.lineage_step = step
         self.totals = record["totals"]
         self._let_go()
 
     def _restored(self, record: Record) -> None:
-        self.incarnation = record["incarnation"]
+        self.incarnation, self.lineage_step = record["incarnation"], record["step"]
 
     def _retrained(self, record: Record) -> None:
-        self.retrained = PolicyVersion(record["incarnation"], record["step"])
+        self.lineage_step = record["step"]
 
     def _checkpoint(self, record: Record) -> None:
         self.checkpoint_step = record["step"]

@@ -130,7 +130,9 @@ class Sequencer:
         self._checkpoint_step: int | None = None
         self.released_step = 0
         """Rows of steps up to this one are gone."""
-        self._retrained = UNSET
+        self.lineage_step = 0
+        """The last step that is taken on the lineage of the trainer that trains now: behind what was ever trained while
+        a restored one takes steps once more."""
         self._served_before = UNSET
         """What an earlier process of this run dispatched at."""
         self._journal = journal
@@ -161,7 +163,8 @@ class Sequencer:
             next_position=history.next_position,
             outcomes=history.outcomes,
         )
-        self.incarnation, self._retrained, self._served_before = history.incarnation, history.retrained, history.serving
+        self.incarnation, self.lineage_step = history.incarnation, history.lineage_step
+        self._served_before = history.serving
         self._checkpoint_step, self.released_step = history.checkpoint_step, history.released_step
         self.plans = {step: history.plan(step) for step in history.sealed}
         self.totals.restore(history.totals)
@@ -594,10 +597,13 @@ class Sequencer:
         if version.step == 0:
             self.state.progress(self.state.phase_fraction, **trainer_metrics)
             return []
+        if version.incarnation > self.incarnation:
+            self._catch_up(version.step - 1)
         groups = self.machine.trained(version.step, skipped=skipped)
         if not groups:
             self._note_retrained(version, trainer_metrics)
             return []
+        self.lineage_step = version.step
         self.progress_at = self._clock()
         outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
         totals = self.totals.to_record()
@@ -620,10 +626,20 @@ class Sequencer:
 
     def restored(self, incarnation: int, step: int) -> None:
         """A trainer that was restored at `step` takes over: the sealed steps after it are trained once more."""
+        self._catch_up(step)
         log.info("trainer_restored", incarnation=incarnation, step=step)
-        self.incarnation = incarnation
+        self.incarnation, self.lineage_step = incarnation, step
         self._journal.append("restored", incarnation=incarnation, step=step)
         self._metrics.write("restored", incarnation=incarnation, step=step)
+
+    def _catch_up(self, step: int) -> None:
+        """Steps up to this one were taken, since there is a checkpoint of it, though the reports of some died with
+        their trainer, and the figures with them.
+        """
+        while self.lineage_step < step:
+            version = PolicyVersion(self.incarnation, self.lineage_step + 1)
+            log.warning("step_report_lost", version=str(version))
+            self.trained(version, {}, 0.0)
 
     def checkpointed(self, step: int | None) -> None:
         """The trainer writes checkpoints, the newest of `step`: what later steps need is kept. None: it writes none."""
@@ -652,8 +668,8 @@ class Sequencer:
 
     def _note_retrained(self, version: PolicyVersion, trainer_metrics: dict[str, float]) -> None:
         """Write down that a restored trainer took a step once more."""
-        if version.incarnation == self.incarnation and version > max(self._retrained, PolicyVersion(2, 0)):
-            self._retrained = version
+        if version.incarnation == self.incarnation and version.step == self.lineage_step + 1:
+            self.lineage_step = version.step
             self._journal.append("retrained", step=version.step, incarnation=version.incarnation)
             self.progress_at = self._clock()
             self._metrics.write("retrained", step=version.step, incarnation=version.incarnation, **trainer_metrics)

@@ -140,6 +140,8 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
                 raise StepNotNext(
                     f"the rows of step {step} are gone: restored too early", next_step=sequencer.released_step + 1
                 )
+            if step > sequencer.machine.sealed_step + 1:
+                raise StepNotNext(f"step {step - 1} was never sealed", next_step=sequencer.machine.sealed_step + 1)
             sequencer.restored(request.incarnation, step - 1)
         if step > sequencer.machine.last_step:
             return batch_pb2.GetPlanResponse(ended=batch_pb2.PlanEnded(reason="all steps are trained"))
@@ -176,7 +178,9 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         version = PolicyVersion.from_proto(request.version)
         self._check_incarnation(version.incarnation)
         machine = self._sequencer.machine
-        if version.step > min(machine.sealed_step, machine.trained_step + 1):
+        # A restored trainer may be ahead: reports of steps before its checkpoint may have died with the one before it.
+        restored = version.incarnation > self._sequencer.incarnation
+        if version.step > (machine.sealed_step if restored else min(machine.sealed_step, machine.trained_step + 1)):
             raise StepNotSealed(f"step {version.step} was not given out", sealed_step=machine.sealed_step)
         step_s = max(0, request.finished_unix_ms - request.started_unix_ms) / 1000
         figures = dict(request.metrics)
