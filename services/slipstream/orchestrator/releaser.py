@@ -13,23 +13,32 @@ import structlog
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channels import Channels
-from slipstream.common.errors import from_rpc_error
+from slipstream.common.errors import DeadlineExceeded, Draining, Unreachable, from_rpc_error
 
 log = structlog.get_logger()
 
+_AWAY = (Unreachable, Draining, DeadlineExceeded)
+
 _MAX_KEYS = 16_384
+_MAX_TRIES = 60
+"""Flushes in a row at which a holder may be away: a runner that is started again holds what it held."""
+_MAX_HELD_BACK_KEYS = 1 << 20
+"""Of all holders that are away."""
 
 
 class RowsReleaser:
     """Collects keys and releases them every `interval_s`.
 
-    A release that fails is dropped: holders bound what they keep, and a holder that is gone keeps nothing.
+    A release that fails is tried again with the next flushes, as long as a holder that died may be back: a runner's
+    spool is full by what nobody released. Then it is dropped.
     """
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel], interval_s: float = 1.0) -> None:
         self._interval_s = interval_s
         self._keys: dict[tuple[str, str], set[str]] = defaultdict(set)
         """Of a holder and its epoch."""
+        self._tries: dict[tuple[str, str], int] = {}
+        """Failed ones in a row, of the holders of `_keys`."""
         self._channels = Channels(open_channel)
 
     def release(self, refs: Iterable[types_pb2.RowsRef]) -> None:
@@ -54,11 +63,21 @@ class RowsReleaser:
 
     async def _flush_holder(self, holder: str, epoch: str, keys: list[str]) -> None:
         stub = rows_pb2_grpc.RowsServiceStub(self._channels.get(holder))
+        tries = self._tries.pop((holder, epoch), 0) + 1
         for start in range(0, len(keys), _MAX_KEYS):
             part = keys[start : start + _MAX_KEYS]
             request = rows_pb2.ReleaseRowsRequest(request_id=uuid.uuid4().hex, keys=part, holder_epoch=epoch)
             try:
                 await stub.ReleaseRows(request, timeout=5.0)
-            except grpc.aio.AioRpcError as error:
-                log.debug("rows_not_released", holder=holder, key_count=len(keys), reason=from_rpc_error(error).reason)
+            except grpc.aio.AioRpcError as raised:
+                error = from_rpc_error(raised)
+                left = keys[start:]
+                again = isinstance(error, _AWAY) and tries < _MAX_TRIES and self._has_room(len(left))
+                log.debug("rows_not_released", holder=holder, key_count=len(left), reason=error.reason, again=again)
+                if again:
+                    self._keys[holder, epoch].update(left)
+                    self._tries[holder, epoch] = tries
                 return
+
+    def _has_room(self, count: int) -> bool:
+        return sum(map(len, self._keys.values())) + count <= _MAX_HELD_BACK_KEYS
