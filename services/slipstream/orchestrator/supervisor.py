@@ -42,6 +42,7 @@ class Supervisor:
     ) -> None:
         """`history`: what earlier processes of this run have done."""
         self._journal = journal
+        self._taken_up = history is not None
         self._done = set(history.accuracies) if history else set[str]()
         """Evaluations that need not be asked."""
         self._begun = history.evaluation_starts if history else Counter[str]()
@@ -205,10 +206,14 @@ class Supervisor:
         self._sequencer.admission_may_have_opened()
 
     async def _until_saved(self) -> None:
-        """Wait for the final weights, since the end of the run ends the trainer, too: for a while, or a pause."""
+        """Wait for the final weights, since the end of the run ends the trainer, too: for a while, or a pause.
+
+        What the trainer does at that is not known from an earlier process of this run: it says so again.
+        """
         state = self._state
         deadline = self._clock() + _SAVE_TIMEOUT_S
-        while state.trainer_activity not in ("", "ended") and not state.ended and self._clock() < deadline:
+        saved = ("ended",) if self._taken_up else ("", "ended")
+        while state.trainer_activity not in saved and not state.ended and self._clock() < deadline:
             await state.changed.wait(1.0)
             if state.pauses:
                 deadline = self._clock() + _SAVE_TIMEOUT_S

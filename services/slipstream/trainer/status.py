@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 from uuid import uuid4
@@ -17,6 +19,8 @@ log = structlog.get_logger()
 
 REPORT_PERIOD_S = 0.5
 REPORT_TIMEOUT_S = 5.0
+REPEAT_PERIOD_S = 5.0
+"""How often it is said again though nothing changed: an orchestrator that was started again knows nothing of it."""
 
 
 @dataclass
@@ -52,10 +56,14 @@ class Status:
 class ActivityReporter:
     """Tells the orchestrator what happens outside of steps. Lost reports do not matter: the next one says more."""
 
-    def __init__(self, stub: batch_pb2_grpc.BatchServiceStub, status: Status) -> None:
+    def __init__(
+        self, stub: batch_pb2_grpc.BatchServiceStub, status: Status, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stub = stub
         self._status = status
+        self._clock = clock
         self._reported: object = None
+        self._reported_at = 0.0
 
     async def run(self) -> NoReturn:
         while True:
@@ -63,18 +71,18 @@ class ActivityReporter:
             await asyncio.sleep(REPORT_PERIOD_S)
 
     async def report(self) -> None:
-        """Report if something changed since the last time."""
+        """Report if something changed since the last time, or that was long ago."""
         # Between steps activities change several times a second and the step's own report tells enough.
         activity = self._status.shown_activity
         activity = activity if activity in ("starting", "sft", "saving", "ended", "disk_full") else "training"
         state = (activity, self._status.fraction_done)
-        if state == self._reported:
+        if state == self._reported and self._clock() - self._reported_at < REPEAT_PERIOD_S:
             return
         metrics = self._status.metrics if activity == "sft" else {}
         request = batch_pb2.ReportActivityRequest(activity=activity, fraction_done=state[1], metrics=metrics)
         try:
             await self._stub.ReportActivity(request, timeout=REPORT_TIMEOUT_S)
-            self._reported = state
+            self._reported, self._reported_at = state, self._clock()
         except grpc.aio.AioRpcError as error:
             log.debug("activity_not_reported", code=error.code().name)
 
