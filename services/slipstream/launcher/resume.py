@@ -40,8 +40,8 @@ def find_resumable(arguments: list[str]) -> RunDir:
         records = read_journal(journal).records
     except JournalCorrupt as error:
         raise RunDirError(f"{run.name} cannot go on: {error.message}") from None
-    ends = [record for record in records if record["kind"] in ("run_ended", "resumed")]
-    if ends and ends[-1]["kind"] == "run_ended" and ends[-1]["state"] in FINAL:
+    ends = [record for record in records if record["kind"] == "run_ended"]
+    if ends and ends[-1]["state"] in FINAL:  # whatever process came up once more to say so
         raise RunDirError(f"{run.name} has ended for good: {ends[-1]['reason']}; its report is in {shown(run.path)}")
     return run
 

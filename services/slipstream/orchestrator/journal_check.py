@@ -70,7 +70,7 @@ class Checked:
         match kind:
             case "run" | "resumed":
                 self.processes += 1
-                self.served, self.finished = "", False
+                self.served = ""  # of a run that has finished it says so once more, and no more
                 self.bound = record.get("max_off_policy_steps")
             case "serving":
                 self.served = record["version"]

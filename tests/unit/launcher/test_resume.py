@@ -20,7 +20,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDi
     """A run of that configuration, whose journal has a beginning and perhaps an end."""
     monkeypatch.chdir(tmp_path)
 
-    def make(config: str = CHECKPOINTS, *, journal: bool = True, state: str = "", reason: str = "") -> RunDir:
+    def make(
+        config: str = CHECKPOINTS, *, journal: bool = True, state: str = "", reason: str = "", told_again: bool = False
+    ) -> RunDir:
         run = RunDir(tmp_path / "runs" / "demo")
         run.path.mkdir(parents=True)
         run.config_file.write_text(config)
@@ -29,6 +31,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDi
             records.append("run", run_id="demo", seed=0)
             if state:
                 records.append("run_ended", state=state, reason=reason)
+            if told_again:
+                records.append("resumed", run_id="demo", seed=0)
             records.close()
         return run
 
@@ -49,8 +53,10 @@ def test_a_run_that_was_stopped_killed_or_failed_may_go_on(made, state: str) -> 
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
-def test_a_run_that_has_ended_for_good_is_refused_with_its_reason(made, capsys, state: str) -> None:
-    made(state=state, reason="all 8 steps are trained")
+@pytest.mark.parametrize("told_again", [False, True])
+def test_a_run_that_has_ended_for_good_is_refused_with_its_reason(made, capsys, state: str, told_again: bool) -> None:
+    """`told_again`: its orchestrator died once more, and came back to say so."""
+    made(state=state, reason="all 8 steps are trained", told_again=told_again)
     said = refusal(capsys, "--resume", "demo")
     assert said == "error: demo has ended for good: all 8 steps are trained; its report is in runs/demo\n"
 

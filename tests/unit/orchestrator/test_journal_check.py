@@ -109,6 +109,7 @@ def test_a_run_that_was_killed_and_restored_and_took_a_step_again_keeps_the_prom
         ([*ONE_STEP, restored(1, 0)], "incarnation 1 trains already"),
         ([*ONE_STEP, restored(2, 2)], "step 1 is the last that this lineage has trained"),
         ([*ONE_STEP, FINISHED], "the run finished, and position 2 has no outcome"),
+        ([*ONE_STEP, FINISHED, RESUMED], "the run finished, and position 2 has no outcome"),
         ([*ONE_STEP, ended(2), restored(2, 0), FINISHED], "the run finished, and position 0 has no outcome"),
     ],
 )
