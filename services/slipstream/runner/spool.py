@@ -124,11 +124,7 @@ class Spool:
         if group is None or (epoch and epoch != group.epoch):
             return None
         record = group.rows[key]
-        try:
-            data = spool_file.read(self._descriptor(group.path), record)
-        except OSError as error:
-            log.warning("spool_file_unreadable", path=str(group.path), detail=str(error))
-            data = None
+        data = self._read(group, record)
         if data is None:
             self._note_damaged(key, group.path)
             return None
@@ -147,9 +143,9 @@ class Spool:
     def reports(self) -> Iterator[runner_pb2.GroupReport]:
         """The reports of all groups that are held, as they were written."""
         for group in list(self._groups.values()):
-            if group.report is None or group.name not in self._groups:
+            if group.report is None or self._groups.get(group.name) is not group:
                 continue
-            data = spool_file.read(self._descriptor(group.path), group.report)
+            data = self._read(group, group.report)
             if data is None:
                 self._note_damaged(f"report of {group.name}", group.path)
                 continue
@@ -158,8 +154,15 @@ class Spool:
     # ---- groups under way
 
     def begin(self, name: str, assignment: runner_pb2.GroupAssignment) -> None:
-        """Remember that this attempt is under way. Where the disk has no room for that, it dies with this process."""
+        """Remember that this attempt is under way. Where the disk has no room for that, it dies with this process.
+
+        What is held under the same name goes: an orchestrator whose journal lost its end gives the name out again, and
+        must not be told that the earlier attempt was the later one.
+        """
         self.drop(name)
+        if name in self._groups:
+            log.warning("spool_name_given_out_again", group=name)
+            self._remove(self._groups[name])
         path = self._directory / f"{next(self._numbers)}.turns"
         meta = {"kind": "assignment", "name": name, "monotonic_s": round(time.monotonic(), 3)}
         self._turns[name] = (path, 0)
@@ -222,6 +225,7 @@ class Spool:
             if first["name"] in self._groups:
                 self._remove(self._groups[first["name"]])
             self._take(_Group(first["name"], first["epoch"], path), found)
+        latest: dict[str, Unfinished] = {}
         for path in sorted(self._directory.glob("*.turns"), key=lambda p: int(p.stem)):
             found = spool_file.scan(path)
             self._note_scan(path, found)
@@ -234,8 +238,8 @@ class Spool:
             self._turns[unfinished.name] = (path, found.end_bytes)
             self.size_bytes += _blocks(found.end_bytes)
             self.append(unfinished.name, {"kind": "resumed", "epoch": self._epoch}, b"")
-            self.unfinished.append(unfinished)
-        self.unfinished = [each for each in self.unfinished if each.name in self._turns]
+            latest[unfinished.name] = unfinished  # of two files of a name, which a crash can leave, the later one
+        self.unfinished = [each for each in latest.values() if each.name in self._turns]
         telemetry.groups_taken_up.labels("finished").inc(len(self._groups))
         if self._groups or self.unfinished or self.torn_bytes:
             log.info(
@@ -291,6 +295,13 @@ class Spool:
         del self._groups[group.name]
         self.size_bytes -= group.size_bytes
         self._dead.append(group.path)
+
+    def _read(self, group: _Group, record: Record) -> bytes | None:
+        try:
+            return spool_file.read(self._descriptor(group.path), record)
+        except OSError as error:
+            log.warning("spool_file_unreadable", path=str(group.path), detail=str(error))
+            return None
 
     def _descriptor(self, path: Path) -> int:
         descriptor = self._open.get(path)

@@ -85,6 +85,39 @@ async def test_what_is_kept_under_a_name_replaces_what_was(start: Start) -> None
     assert (len(files(spool)), spool.size_bytes) == (1, BLOCK_BYTES)
 
 
+async def test_a_name_that_is_given_out_again_is_not_reported_as_what_it_was(start: Start) -> None:
+    """The orchestrator's journal lost its end with the machine, and counts attempts from before."""
+    await start("1").keep("a", report("a"), rows("a"))
+    spool = start("2")
+    reports = spool.reports()
+    spool.begin("a", runner_pb2.GroupAssignment(group_id="a", attempt=1))
+    assert list(reports) == []
+    assert (held(spool, "t/a.0"), spool.size_bytes) == (None, BLOCK_BYTES)
+    await spool.keep("a", report("a"), rows("a", b"later"))
+    await spool.sweep()
+    assert [held(spool, "t/a.0", "1"), held(spool, "t/a.0", "2")] == [None, b"later"]
+    assert [path.suffix for path in files(spool)] == [".rows"]
+
+
+async def test_of_two_files_of_one_group_under_way_the_later_is_taken_up_once(start: Start) -> None:
+    before = start("1")
+    for task in (1, 2):  # the file of the first is not removed yet when the process dies
+        before.begin("a", runner_pb2.GroupAssignment(group_id="a", attempt=1, task_index=task))
+    assert len(files(before)) == 2
+    spool = start("2")
+    assert [(each.name, each.assignment.task_index) for each in spool.unfinished] == [("a", 2)]
+    await spool.sweep()
+    assert len(files(spool)) == 1
+
+
+async def test_a_report_that_cannot_be_read_is_left_out(start: Start) -> None:
+    spool = start("1")
+    for name in ("a", "b"):
+        await spool.keep(name, report(name), rows(name))
+    files(spool)[0].unlink()
+    assert [each.group.group_id for each in spool.reports()] == ["b"]
+
+
 async def test_a_full_spool_says_so_and_drops_nothing(start: Start) -> None:
     spool = start(limit_bytes=2 * BLOCK_BYTES)
     await spool.keep("a", report("a"), rows("a"))
