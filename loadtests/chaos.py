@@ -3,9 +3,10 @@
     python loadtests/chaos.py --kills 50 --seed 1        # make chaos
 
 A small run on the real services, whose groups end within tenths of a second, restarts what dies. Kills are due as
-positions end, at moments drawn from the seed, so that a slower machine is killed as often. The run ends at a position,
-and must have trained what an uninterrupted one trains. `--every-s 60` kills by the clock instead, and then the share of
-the time in which the run got on is measured; otherwise it is worked out from what a kill costs.
+positions end, at moments drawn from the seed, so that a slower machine is killed as often; the last step's groups do
+not end before the last kill, so that a faster one is, too. The run ends at a position, and must have trained what an
+uninterrupted one trains. `--every-s 60` kills by the clock instead, and then the share of the time in which the run got
+on is measured; otherwise it is worked out from what a kill costs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.journal_check import Violation, check_records
 from slipstream.orchestrator.replay import unpacked
+from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
 TARGETS = (
     *("orchestrator", "runner-1", "trainer", "decode-1", "prefill-1", "router"),
@@ -57,8 +59,12 @@ ARGUMENTS = {
     "decode.replicas": "2",
     "launcher.restart": "on_failure",
     "launcher.restart-budget": "1000",
+    "runner.environment-timeout-s": "240",
     "trainer.checkpoint.interval-steps": "4",
+    "run.seed": "0",
 }
+TASK_COUNT = 1_000_000
+"""Of the environment, as is its default."""
 
 
 class Lost(Exception):
@@ -114,8 +120,9 @@ class Growing:
 class Chaos:
     """Kills services of one run."""
 
-    def __init__(self, run: RunProcess, positions: int, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunProcess, positions: int, gate: Path, seed: int, say: Callable[[str], None]) -> None:
         self.run = run
+        self.gate = gate
         self.positions = positions
         self.kills: list[Kill] = []
         self._random = random.Random(seed)
@@ -125,13 +132,14 @@ class Chaos:
 
     def kill_by_progress(self, count: int) -> None:
         """Kill so often, spread over the positions from a twentieth to nine tenths of them."""
-        low, high = self.positions // 20, self.positions * 9 // 10
+        low, high = self.positions // 20, min(self.positions * 9 // 10, self.positions - GROUPS_PER_STEP)
         for due in sorted(self._random.randint(low, high) for _ in range(count)):
             self._await(lambda due=due: self._ended() >= due)
             self._kill()
 
     def kill_by_clock(self, every_s: float) -> None:
         """Kill at this period until the run has ended."""
+        self.gate.touch()
         while self.run.process.poll() is None:
             due_s = time.monotonic() + every_s
             while self.run.process.poll() is None and time.monotonic() < due_s:
@@ -141,6 +149,7 @@ class Chaos:
 
     def finish(self) -> None:
         """Wait for the end of the run, which must be a good one."""
+        self.gate.touch()
         self._await(lambda: self.run.process.poll() is not None)
         if self.run.process.returncode != 0:
             raise Lost(f"the run ended with exit code {self.run.process.returncode}:\n{self.run.output}")
@@ -199,7 +208,7 @@ def check(path: Path, positions: int) -> Outcome:
     for record in of_kind(records, "sealed"):
         _check_plans(record)
     for step in of_kind(read_lines(path / "metrics.jsonl"), "step"):
-        if step["sequences_lost"]:
+        if step.get("sequences_lost"):  # unknown of one whose trainer died before it could say
             raise Lost(f"step {step['step']} was trained without {step['sequences_lost']:g} of its sequences")
     first_s = next(record["time_s"] for record in records if record["kind"] == "acquired")
     return Outcome(records[-1]["time_s"] - first_s, trained)
@@ -215,6 +224,13 @@ def _check_plans(record: dict[str, Any]) -> None:
                     raise Lost(f"{sequence.rollout_id}, dispatched at {dispatched}, rests on {oldest}")
 
 
+def gated(gate: Path, positions: int) -> str:
+    """The options of an environment whose groups at the last step's positions do not end before the gate is there."""
+    tasks = TaskSequence(0, [MixtureEntry("letters", 1.0, TASK_COUNT)])
+    indexes = [tasks.task(position).index for position in range(positions - GROUPS_PER_STEP, positions)]
+    return f'gate = "{gate}"\ngated = {indexes}'
+
+
 def live(
     directory: Path,
     name: str,
@@ -228,11 +244,12 @@ def live(
     arguments = [part for key, value in ARGUMENTS.items() for part in (f"--{key}", value)]
     with launching(directory) as launch:
         bounds = ("--orchestrator.total-positions", str(positions), "--orchestrator.total-steps", str(2 * steps))
-        run = launch(name, *arguments, *bounds, options=OPTIONS)
-        chaos = Chaos(run, positions, seed, say)
+        gate = directory / f"{name}.gate"
+        run = launch(name, *arguments, *bounds, options=f"{OPTIONS}\n{gated(gate, positions)}")
+        chaos = Chaos(run, positions, gate, seed, say)
         kill(chaos)
         chaos.finish()
-        left = run.left_after(5.0)
+        left = run.left_after(30.0)
         if left:
             raise Lost(f"left behind: {left}")
         outcome = check(run.path, positions)

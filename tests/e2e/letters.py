@@ -1,12 +1,15 @@
 """A third party's environment that a random model can be trained on: every group's rewards differ.
 
 The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
-group; `options.marker` is then to be found in its command line. With `options.fails` judging raises.
+group; `options.marker` is then to be found in its command line. With `options.fails` judging raises. The tasks that
+`options.gated` lists are judged once there is a file `options.gate`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from slipstream.common.sandbox_client import SandboxLimits
 from slipstream.environments.base import Completion, Score, Split, Task
@@ -21,6 +24,8 @@ class Letters:
         self.name = config.name
         self._sandbox_s = float(config.options.get("sandbox_s", 0.0))
         self._marker = config.options.get("marker", "")
+        self._gated = frozenset(config.options.get("gated", ()))
+        self._gate = Path(config.options.get("gate", ""))
         self._fails = bool(config.options.get("fails", False))
 
     def task(self, split: Split, index: int) -> Task:
@@ -32,6 +37,8 @@ class Letters:
     async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
         if self._fails:
             raise ArithmeticError("a bug of its own")
+        while task.index in self._gated and not self._gate.exists():  # noqa: ASYNC110 another process makes it
+            await asyncio.sleep(0.05)
         if self._sandbox_s:
             program = f"import time; time.sleep({self._sandbox_s}) # {self._marker}"
             await tools.run_python(program, b"", SandboxLimits(wall_s=self._sandbox_s))
