@@ -127,7 +127,7 @@ async def test_shards_that_are_abandoned_or_cancelled_leave_nothing(stack):
         async def clean() -> bool:
             return uploads(stack) == []
 
-        assert await until(clean, 5), uploads(stack)
+        assert await until(clean, 30), uploads(stack)
 
 
 def uploads(stack) -> list[str]:

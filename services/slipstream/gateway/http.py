@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import traceback
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -78,13 +80,13 @@ class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgume
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """What aiohttp logs has the bytes that it could not read: they may be a key, or all of a conversation."""
-        log.warning("http_broke_off", error=type(kwargs.get("exc_info")).__name__)
+        log.warning("http_broke_off", error=_named(kwargs.get("exc_info")))
 
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what is no HTTP."""
-        log.info("http_refused", status=status, error=type(exc).__name__)
+        log.info("http_refused", status=status, error=_named(exc))
         if request.writer.output_size > 0:
             raise ConnectionResetError("an answer has begun already")
         refusal = Refusal(status, "internal error", code="internal_error", kind="server_error")
@@ -160,6 +162,13 @@ class HttpServer:
         self._listener.close()
         await self._server.shutdown(STOP_TIMEOUT_S)
         await self._runner.cleanup()
+
+
+def _named(error: object) -> str:
+    """An error without its words: its class, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, BaseException) else []
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"
 
 
 @web.middleware
