@@ -198,13 +198,16 @@ class AsyncClient(BaseClient):
     async def close_session(
         self,
         session_id: str,
-        reward: float = 0.0,
+        reward: float | None = None,
         *,
         advantage: float | None = None,
         discard: bool = False,
         timeout_s: float | None = None,
     ) -> Session:
-        """Close a session with its reward, or `discard` it; returns it. One that had ended before says why."""
+        """Close a session with its reward, or `discard` it; returns it. One that had ended before says why.
+
+        Raises `ValueError` without either.
+        """
         request = close_request(session_id, reward, advantage, discard=discard)
         return Session.from_proto((await self._call(self._rollouts.CloseSession, request, timeout_s)).session)
 

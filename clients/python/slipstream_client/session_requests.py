@@ -39,11 +39,13 @@ def open_request(
 
 
 def close_request(
-    session_id: str, reward: float, advantage: float | None, *, discard: bool
+    session_id: str, reward: float | None, advantage: float | None, *, discard: bool
 ) -> rollout_pb2.CloseSessionRequest:
     check_text(session_id=session_id)
+    if reward is None and not discard:
+        raise ValueError("reward: a session is closed with one, or with discard=True")
     return rollout_pb2.CloseSessionRequest(
-        request_id=str(uuid4()), session_id=session_id, reward=reward, advantage=advantage, discard=discard
+        request_id=str(uuid4()), session_id=session_id, reward=reward or 0.0, advantage=advantage, discard=discard
     )
 
 

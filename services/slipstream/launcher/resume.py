@@ -21,18 +21,14 @@ PORTS_TIMEOUT_S = 10.0
 
 
 def find_resumable(arguments: list[str]) -> RunDir:
-    """The run to go on with. Raises `ConfigError` or `RunDirError` with the reason why it cannot."""
-    if len(arguments) != 2 or arguments[0] != "--resume" or arguments[1].startswith("-"):
-        raise ConfigError(f"{USAGE}; the run goes on with the configuration that it began with")
-    run = find_services_run(arguments[1])
+    """The run to go on with, the newest unless one is named. Raises `ConfigError` or `RunDirError` with why it cannot."""
+    named = arguments[1:]
+    if arguments[0] != "--resume" or len(named) > 1 or any(name.startswith("-") for name in named):
+        others = " ".join(word for word in arguments if word != "--resume")
+        raise ConfigError(f"{USAGE}, not {others}; the run goes on with the configuration that it began with")
+    run = find_services_run(named[0] if named else None)
     if launcher_pid(run) is not None:
         raise RunDirError(f"{run.name} is running")
-    checkpoint = read_toml(run.config_file).get("trainer", {}).get("checkpoint", {})
-    if not checkpoint.get("interval_steps"):
-        raise RunDirError(
-            f"{run.name} writes no checkpoints (trainer.checkpoint.interval_steps is 0), so that there are no weights "
-            "to go on from: start a new run"
-        )
     journal = run.path / "journal" / "journal.jsonl"
     if not journal.exists():
         raise RunDirError(f"{run.name} never came to begin: it has no journal; start a new run")
@@ -43,7 +39,17 @@ def find_resumable(arguments: list[str]) -> RunDir:
     ends = [record for record in records if record["kind"] == "run_ended"]
     if ends and ends[-1]["state"] in FINAL:  # whatever process came up once more to say so
         raise RunDirError(f"{run.name} has ended for good: {ends[-1]['reason']}; its report is in {shown(run.path)}")
+    if not writes_checkpoints(run):
+        raise RunDirError(
+            f"{run.name} writes no checkpoints (trainer.checkpoint.interval_steps is 0), so that there are no weights "
+            "to go on from: start a new run"
+        )
     return run
+
+
+def writes_checkpoints(run: RunDir) -> bool:
+    """Whether its own configuration says so. Raises `ConfigError` for one that cannot be read."""
+    return bool(read_toml(run.config_file).get("trainer", {}).get("checkpoint", {}).get("interval_steps"))
 
 
 def make_ready(run: RunDir) -> None:

@@ -8,8 +8,10 @@ import signal
 import time
 import tomllib
 
+from slipstream.common.config import ConfigError
 from slipstream.launcher.config import LauncherSection
-from slipstream.launcher.rundir import RunDir, launcher_pid
+from slipstream.launcher.resume import writes_checkpoints
+from slipstream.launcher.rundir import RunDir, is_fine_tuning, launcher_pid
 from slipstream.launcher.session import ASKED_TO_STOP
 
 REPORT_TIMEOUT_S = 10.0
@@ -26,11 +28,18 @@ def stop_run(run: RunDir) -> int:
     _signal(pid, ASKED_TO_STOP)
     if _ended(run, wait_s):
         print(f"{run.name} has stopped")
+        _say_how_to_go_on(run)
         return 0
     _signal(pid, signal.SIGKILL)
     ended = _ended(run, 5.0)
     print(f"{run.name} did not stop within {wait_s:.0f} s and was killed" if ended else f"cannot stop {run.name}")
     return 1
+
+
+def _say_how_to_go_on(run: RunDir) -> None:
+    with contextlib.suppress(ConfigError):  # it may have ended before it wrote its configuration
+        if not is_fine_tuning(run) and writes_checkpoints(run):
+            print(f"it can go on: slipstream rl --resume {run.name}")
 
 
 def stop_timeout_s(run: RunDir) -> float:

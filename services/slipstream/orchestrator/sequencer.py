@@ -587,6 +587,13 @@ class Sequencer:
         """Groups that are ready for the next step."""
         return self.machine.count(Phase.SCORED)
 
+    @property
+    def waits_for_agents(self) -> bool:
+        """Whether sessions alone train and too few of them have come for a step."""
+        machine = self.machine
+        idle = machine.sealed_step == machine.trained_step and self.ready_groups < self.config.groups_per_step
+        return self.config.sessions.only and self.state.phase is RunPhase.TRAINING and idle
+
     def trained(
         self, version: PolicyVersion, trainer_metrics: dict[str, float], step_s: float, *, skipped: bool = False
     ) -> list[Group]:

@@ -56,9 +56,9 @@ class SessionDesk:
                 self._sessions.withdraw(opening)
         if opening.session is None:
             self._state.refuse_ended("it takes no more sessions")
-            waited_s = request.wait_ms / 1000
             raise SessionsFull(
-                f"no admission slot, or no runner, came within {waited_s:g} s", limit=self._sessions.config.max_open
+                f"no admission slot, or no runner, came in the time given, in phase {self._state.phase.value}",
+                limit=self._sessions.config.max_open,
             )
         session = opening.session
         return rollout_pb2.OpenSessionResponse(

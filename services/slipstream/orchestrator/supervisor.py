@@ -120,8 +120,9 @@ class Supervisor:
                 return f"the {role} pool had no routable worker for {config.pool_timeout_s:.0f} s{why}"
         if self._lasts("runner", not self._sequencer.leases.runners) > config.pool_timeout_s:
             return f"no runner reported for {config.pool_timeout_s:.0f} s"
-        # Of an agent that takes its time: its session has a timeout of its own.
-        if self._state.pauses or self._sequencer.sessions.open_count:
+        # Of an agent that takes its time: its session has a timeout of its own. Where sessions alone train, the next
+        # agent may come at any time.
+        if self._state.pauses or self._sequencer.sessions.open_count or self._sequencer.waits_for_agents:
             self._sequencer.progress_at = now
         if now - self._sequencer.progress_at > config.longest_stall_s:
             return f"nothing was trained or answered for {config.longest_stall_s:.0f} s in {self._stalled_in()}"

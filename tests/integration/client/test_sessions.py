@@ -61,7 +61,9 @@ async def test_sessions_are_opened_listed_and_closed_by_both_clients(make_world:
         closed = await client.close_session(first.session_id, 1.0, advantage=0.5)
         assert (closed.state, closed.reward) == (SessionState.CLOSED, 1.0)
         assert (await client.close_session(second.session_id, discard=True)).reason == "DISCARDED"
-        for call in (client.get_session("nobody"), client.close_session("nobody")):
+        with pytest.raises(ValueError, match="reward: a session is closed with one"):
+            await client.close_session(second.session_id)
+        for call in (client.get_session("nobody"), client.close_session("nobody", 0.0)):
             with pytest.raises(SessionUnknown):
                 await call
         with pytest.raises(SamplingBiased):

@@ -32,6 +32,7 @@ def test_stop_waits_as_long_as_the_run_may_take(tmp_path):
 
 def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
     run = create_run_dir(tmp_path, "demo")
+    run.config_file.write_text("[trainer.checkpoint]\ninterval_steps = 10\n")
     assert stop_run(run) == 0
     with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
@@ -40,7 +41,11 @@ def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
         assert stop_run(run) == 0
         assert launcher_pid(run) is None
         assert launcher.wait() == -signal.SIGUSR1
-    assert capsys.readouterr().out.splitlines() == ["demo is not running", "demo has stopped"]
+    assert capsys.readouterr().out.splitlines() == [
+        "demo is not running",
+        "demo has stopped",
+        "it can go on: slipstream rl --resume demo",
+    ]
 
 
 def test_a_directory_in_use_is_refused_read_by_others_and_free_again_after_a_kill(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.run.v1 import run_pb2
-from slipstream.orchestrator.config import BreakerConfig
+from slipstream.orchestrator.config import BreakerConfig, SessionsConfig
 
 Make = Callable[..., Any]
 QUICK = BreakerConfig(open_after_failures=2, first_pause_s=0.1, max_pause_s=0.2)
@@ -40,6 +41,15 @@ async def test_a_trainer_that_trains_no_more(make_world: Make, background: Make)
             await world.train((await world.plan(1)).plan)
             run = await world.until(failed(world))
         assert run.reason.startswith("nothing was trained or answered for 4 s in phase training")
+
+
+async def test_a_run_of_sessions_alone_waits_for_the_next_agent(make_world: Make, background: Make) -> None:
+    async with make_world(stall_timeout_s=0.3, sessions=SessionsConfig(only=True)) as world:
+        world.publish(0)
+        async with background(world.heartbeat_loop()):
+            await world.until(lambda run: run.phase == "training")
+            await asyncio.sleep(1.2)
+            assert not world.orchestrator.state.ended, world.orchestrator.state.reason
 
 
 async def test_an_evaluation_after_the_last_step_that_nobody_answers(make_world: Make, background: Make) -> None:

@@ -50,6 +50,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_run_that_was_stopped_killed_or_failed_may_go_on(made, state: str) -> None:
     run = made(state=state)
     assert find_resumable(["--resume", "demo"]) == run
+    assert find_resumable(["--resume"]).path.resolve() == run.path.resolve(), "the newest one"
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
@@ -88,5 +89,6 @@ def test_a_run_without_a_journal_or_with_a_changed_one_is_refused(made, capsys) 
 
 def test_other_settings_are_no_part_of_it(made, capsys) -> None:
     made()
-    assert "usage: slipstream rl --resume RUN; the run goes on with" in refusal(capsys, "--resume", "demo", "@", "x")
+    said = refusal(capsys, "--resume", "demo", "@", "x")
+    assert "usage: slipstream rl --resume RUN, not demo @ x; the run goes on with" in said
     assert "no run called other" in refusal(capsys, "--resume", "other")
