@@ -21,7 +21,7 @@ PORTS_TIMEOUT_S = 10.0
 
 
 def find_resumable(arguments: list[str]) -> RunDir:
-    """The run to go on with, the newest unless one is named. Raises `ConfigError` or `RunDirError` with why it cannot."""
+    """The run to go on with, the newest unless one is named. Raises `ConfigError` or `RunDirError` if it cannot."""
     named = arguments[1:]
     if arguments[0] != "--resume" or len(named) > 1 or any(name.startswith("-") for name in named):
         others = " ".join(word for word in arguments if word != "--resume")
