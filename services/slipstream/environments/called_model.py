@@ -19,6 +19,9 @@ Ask = Callable[[Sequence[Message], Sequence[ToolSpec]], Awaitable[Message]]
 """What their loop calls for the model's next message."""
 
 
+CLOSE_TIMEOUT_S = 5.0
+
+
 class NoMoreTurns(Exception):
     """Their loop asked once more, and the rollout has had its last turn."""
 
@@ -79,10 +82,11 @@ class CalledModel:
         """End their loop where it still runs."""
         self._closed = True
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
 
     async def _ask(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
         if self._closed:
+            await asyncio.sleep(0)  # a loop that asks again and again is ended by its time, and holds up nobody
             raise NoMoreTurns
         asked = _Question(list(messages), list(tools), asyncio.get_running_loop().create_future())
         await self._questions.put(asked)

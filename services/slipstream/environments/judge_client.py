@@ -13,6 +13,9 @@ START_TIMEOUT_S = 60.0
 MAX_LINE_BYTES = 16 * 2**20
 
 
+Waiting = dict[int, asyncio.Future[list[dict[str, Any]]]]
+
+
 class JudgeFailed(Exception):
     """The judge server cannot be started, or ended before it answered."""
 
@@ -27,7 +30,8 @@ class JudgeClient:
         self._places = asyncio.Semaphore(concurrency)
         self._starting = asyncio.Lock()
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
+        self._waiting: Waiting = {}
+        """For answers of the present process; one that takes its place has others."""
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -36,8 +40,8 @@ class JudgeClient:
         async with self._places:
             process = await self._running()
             assert process.stdin is not None
-            number = next(self._ids)
-            future = self._waiting[number] = asyncio.get_running_loop().create_future()
+            number, waiting = next(self._ids), self._waiting
+            future = waiting[number] = asyncio.get_running_loop().create_future()
             request = {"id": number, "answers": list(answers), **self._limits}
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -46,7 +50,7 @@ class JudgeClient:
             except ConnectionError:
                 raise JudgeFailed("the judge server ended") from None
             finally:
-                self._waiting.pop(number, None)
+                waiting.pop(number, None)
 
     async def close(self) -> None:
         """End the server. It ends by itself with the process that started it."""
@@ -66,21 +70,28 @@ class JudgeClient:
                     limit=MAX_LINE_BYTES,
                 )
                 assert process.stdout is not None
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    if not await process.stdout.readline():
+                ready = False
+                try:
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        ready = bool(await process.stdout.readline())
+                finally:
+                    if not ready:
+                        process.kill()
                         await process.wait()
-                        raise JudgeFailed(f"the judge server {self._module} does not start; the log says why")
-                self._reading = asyncio.create_task(self._read(process))
+                if not ready:
+                    raise JudgeFailed(f"the judge server {self._module} does not start; the log says why")
+                self._waiting = {}
+                self._reading = asyncio.create_task(self._read(process, self._waiting))
             return self._process
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: asyncio.subprocess.Process, waiting: Waiting) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             reply = json.loads(line)
-            future = self._waiting.get(reply["id"])
+            future = waiting.get(reply["id"])
             if future is not None and not future.done():
                 future.set_result(reply["verdicts"])
-        for future in self._waiting.values():
+        for future in waiting.values():
             if not future.done():
                 future.set_exception(JudgeFailed("the judge server ended"))
         await process.wait()

@@ -36,8 +36,10 @@ def serve(judge: Judge) -> None:
     with tempfile.TemporaryFile() as lock:
         _write(replies, lock.fileno(), {"ready": True})
         for line in sys.stdin:
+            server = os.getpid()
             if os.fork() == 0:
                 try:
+                    die_with_parent(server)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     request = json.loads(line)
                     verdicts = judge_all(judge, request)

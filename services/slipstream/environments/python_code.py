@@ -143,7 +143,10 @@ def program_of(text: str) -> str:
 def same(found: Any, wanted: Any) -> bool:
     """Whether two encoded values are equal; a number by its value."""
     if type(wanted) in (int, float) and type(found) in (int, float) and float in (type(wanted), type(found)):
-        return math.isclose(found, wanted, rel_tol=CLOSE, abs_tol=CLOSE)
+        try:
+            return math.isclose(found, wanted, rel_tol=CLOSE, abs_tol=CLOSE)
+        except OverflowError:  # an integer beyond all floating-point numbers
+            return False
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, dict):

@@ -66,7 +66,11 @@ class Verifiers:
     async def setup(self, task: Task, tools: Tools) -> VerifiersEpisode:
         row: Any = dict(self._tasks[task.split][task.payload["row"]])
         loop = CalledModel(lambda ask: self.environment.rollout(row, _Answers(ask), "policy", {}))
-        messages, shown = await loop.first()
+        try:
+            messages, shown = await loop.first()
+        except BaseException:
+            await loop.close()
+            raise
         return VerifiersEpisode(self.environment, loop, messages, shown, self._config.correct_at)
 
     def _split(self, held_out: int, where: str) -> dict[Split, Any]:

@@ -31,7 +31,10 @@ from slipstream.runner import telemetry
 
 log = structlog.get_logger()
 
-MAX_LINE_BYTES = 16 * 2**20
+MAX_LINE_BYTES = 40 * 2**20
+"""A group of 32 answers of 131,072 tokens takes 34 MB."""
+PROMPTS_AT_ONCE = 8
+"""Long ones fit a line together."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0
@@ -247,6 +250,12 @@ class EnvironmentWorker:
         if self._up.is_set() and self._writer is not None:
             self._writer.write(json.dumps({"id": 0, **request}).encode() + b"\n")
 
+    def _give_back(self, reply: dict[str, Any]) -> None:
+        """Close the episodes of an answer that nobody waits for any more."""
+        for member in reply.get("members", ()):
+            if "episode" in member:
+                self.abandon(member["episode"])
+
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
         line = json.dumps({"id": number, **request}).encode() + b"\n"
@@ -255,6 +264,7 @@ class EnvironmentWorker:
             if request["op"] == "session":
                 raise InvalidRequest(message, field="messages", limit=MAX_LINE_BYTES)
             raise EnvironmentFailed(message, environment=environment)
+        future: asyncio.Future[dict[str, Any]] | None = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not self._up.is_set():  # it may have died again before this task ran
@@ -265,6 +275,10 @@ class EnvironmentWorker:
                 self._writer.write(line)
                 await self._writer.drain()
                 reply = await future
+        except asyncio.CancelledError:
+            if future is not None and future.done() and not future.cancelled() and not future.exception():
+                self._give_back(future.result())  # it came, and was not taken
+            raise
         except TimeoutError:
             telemetry.environment_failures.labels(environment).inc()
             self._kill()
@@ -309,6 +323,8 @@ class EnvironmentWorker:
                 future = self._waiting.get(reply["id"])
                 if future is not None and not future.done():
                     future.set_result(reply)
+                else:
+                    self._give_back(reply)
         except asyncio.CancelledError:
             for future in self._waiting.values():
                 future.cancel()  # this process ends, and what it was at did not fail: the next one takes it up

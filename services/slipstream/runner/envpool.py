@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from slipstream.common.errors import EnvironmentFailed, SlipstreamError
 from slipstream.runner.envclient import (
+    PROMPTS_AT_ONCE,
     EndedEpisode,
     EnvironmentWorker,
     OpenEpisode,
@@ -48,9 +50,16 @@ class EnvironmentPool:
     async def prompts(self, tasks: Sequence[TaskKey]) -> list[RenderedPrompt | SlipstreamError]:
         """Render tasks to prompts, each by itself; what fails a process is the answer for its tasks alone."""
         places = [self._place(task) for task in tasks]
-        by_place = {place: [t for t, p in zip(tasks, places, strict=True) if p == place] for place in set(places)}
-        rendered = await asyncio.gather(*(self._prompts(place, together) for place, together in by_place.items()))
-        left = {place: iter(prompts) for place, prompts in zip(by_place, rendered, strict=True)}
+        parts = [
+            (place, together[start : start + PROMPTS_AT_ONCE])
+            for place in set(places)
+            for together in [[t for t, p in zip(tasks, places, strict=True) if p == place]]
+            for start in range(0, len(together), PROMPTS_AT_ONCE)
+        ]
+        rendered = await asyncio.gather(*(self._prompts(place, part) for place, part in parts))
+        left = {
+            place: chain(*(r for (p, _), r in zip(parts, rendered, strict=True) if p == place)) for place, _ in parts
+        }
         return [next(left[place]) for place in places]
 
     async def score(self, task: TaskKey, samples: Sequence[tuple[list[int], bool]]) -> tuple[list[ScoredSample], int]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -35,11 +37,14 @@ from slipstream.runner.envclient import MAX_LINE_BYTES
 from slipstream.runner.episode_host import EpisodeHost
 from slipstream.runner.scores import score_as_json
 from slipstream.runner.session_texts import SessionTexts
+from slipstream.runner.user_code import RAISED, given_up, told
 
 log = structlog.get_logger()
 
 TOKENIZER_WAIT_S = 30.0
 TOKENIZER_POLL_S = 0.1
+END_TIMEOUT_S = 4.0
+"""Of open episodes when the process ends: less than the runner waits for that."""
 
 
 class EnvironmentHost:
@@ -47,6 +52,8 @@ class EnvironmentHost:
 
     def __init__(self, config: RunnerConfig, environments: dict[str, AnyEnvironment], sandbox: Sandbox | None) -> None:
         self._config = config
+        self._end: Callable[[], None] | None = None
+        self._closes_at_the_end = False
         self._environments = environments
         self._sandbox = sandbox
         self._episodes = EpisodeHost(sandbox, config.environment_timeout_s)
@@ -57,6 +64,10 @@ class EnvironmentHost:
         self._prompts: Prompts | None = None
         self._context_tokens = 0
 
+    def ends_with(self, end: Callable[[], None]) -> None:
+        """`end`: what ends the serving of requests."""
+        self._end = end
+
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request. User code runs in here, so anything may be raised: it becomes an error reply."""
         try:
@@ -66,9 +77,24 @@ class EnvironmentHost:
             log.warning("environment_refused", op=request["op"], reason=error.reason, detail=error.message)
             away = error.code is grpc.StatusCode.UNAVAILABLE
             return {"id": request["id"], "error": f"{type(error).__name__}: {error}", "away": away}
-        except Exception as error:
+        except RAISED as error:
+            if given_up(error):
+                raise
             log.exception("environment_failed", op=request["op"])
-            return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+            return {"id": request["id"], "error": told(error)}
+
+    async def take_back(self, reply: dict[str, Any]) -> None:
+        """Close the episodes of an answer that the runner never gets."""
+        for member in reply.get("members", ()):
+            await self._episodes.abandon({"episode": member.get("episode")})
+
+    async def close(self) -> None:
+        """Close what is open: the process ends."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._episodes.close()
+        except TimeoutError:
+            log.warning("episodes_not_closed")
 
     async def _answer(self, codec: TextCodec, request: dict[str, Any]) -> dict[str, Any]:
         match request["op"]:
@@ -95,7 +121,14 @@ class EnvironmentHost:
         environment = self._environments[name]
         assert takes_turns(environment)
         limits = self._sections[name].limits(environment.limits)
+        self._close_at_the_end()
         return await self._episodes.open(request, self._load_chat(codec), self._context_tokens, environment, limits)
+
+    def _close_at_the_end(self) -> None:
+        """From the first episode on, SIGTERM ends this process as the end of the runner's socket does."""
+        if not self._closes_at_the_end and self._end is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
+            self._closes_at_the_end = True
 
     def _load_chat(self, codec: TextCodec) -> Chat:
         if self._chat is None:
@@ -108,9 +141,9 @@ class EnvironmentHost:
             return self._prompt(codec, task)
         except ContextTooLong as error:
             return {"error": error.message, "context": self._context_tokens}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.exception("environment_failed", op="prompts", environment=task["environment"])
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": told(error)}
 
     def _prompt(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
         text = task["prompt"]
@@ -162,28 +195,45 @@ class EnvironmentHost:
         return self._codec
 
 
+def encoded(reply: dict[str, Any]) -> bytes:
+    """A reply as a line. Raises `TypeError` or `ValueError` where it is none that the runner would take: it would take
+    this process for one out of its mind."""
+    data = json.dumps(reply).encode() + b"\n"
+    if len(data) >= MAX_LINE_BYTES:
+        raise ValueError(f"the answer is {len(data)} bytes, of which the runner takes {MAX_LINE_BYTES}")
+    return data
+
+
 async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None:
     """Answer requests until the runner closes its end. At most as many are open as the runner has groups."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
 
+    host.ends_with(lambda: connection.shutdown(socket.SHUT_RD))
     writer.write(json.dumps({"ready": True}).encode() + b"\n")
 
     async def answer(line: bytes) -> None:
         reply = await host.answer(json.loads(line))
         if not reply["id"]:  # nobody waits for it
             return
-        said = json.dumps(reply).encode() + b"\n"
-        if len(said) >= MAX_LINE_BYTES:  # the runner would take this process for one out of its mind
-            error = f"the answer is {len(said)} bytes, of which the runner takes {MAX_LINE_BYTES}"
-            log.warning("answer_too_large", size_bytes=len(said), limit_bytes=MAX_LINE_BYTES)
-            said = json.dumps({"id": reply["id"], "error": error}).encode() + b"\n"
+        try:
+            said = encoded(reply)
+        except (TypeError, ValueError, RecursionError) as error:  # environment code put something else into it
+            log.warning("answer_refused", detail=str(error))
+            await host.take_back(reply)
+            said = encoded({"id": reply["id"], "error": told(error)})
         writer.write(said)
         await writer.drain()
 
+    answering: set[asyncio.Task[None]] = set()
     try:
         async with asyncio.TaskGroup() as group:
             while line := await reader.readline():
-                group.create_task(answer(line))
+                task = group.create_task(answer(line))
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+            for task in answering:
+                task.cancel()  # nobody hears its answer
+        await host.close()
     finally:
         writer.close()
 

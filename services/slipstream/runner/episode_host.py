@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tools import Sandbox, Tools
 from slipstream.environments.transcript import Prompt, Transcript
 from slipstream.runner.scores import score_as_json
+from slipstream.runner.user_code import RAISED, given_up, told
 
 log = structlog.get_logger()
 
@@ -53,6 +55,8 @@ class _Open:
     sampled_token_count: int = 0
     samples_of: list[int] = field(default_factory=list[int])
     """The sample of each turn."""
+    call: asyncio.Task[Any] | None = None
+    """What last called its code, and may still be at it."""
 
 
 class EpisodeHost:
@@ -63,7 +67,8 @@ class EpisodeHost:
         self._sandbox = sandbox
         self._max_step_s = max_call_s * STEP_SHARE
         self._open: dict[int, _Open] = {}
-        self._numbers = itertools.count(1)
+        # A process that takes another's place never has its numbers: who asks for an episode of the dead one gets none.
+        self._numbers = itertools.count(secrets.randbits(40) << 20)
 
     async def open(
         self, request: dict[str, Any], chat: Chat, context_tokens: int, environment: EpisodeEnvironment, limits: Limits
@@ -84,34 +89,47 @@ class EpisodeHost:
 
     async def turn(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to `turn`."""
-        number = request["episode"]
-        if number not in self._open:
+        opened = self._open.get(request["episode"])
+        if opened is None:
             return {"error": "the environment worker that ran this episode died"}
-        return await self._guard(self._step(self._open[number], request))
+        opened.call = asyncio.current_task()
+        return await self._guard(self._step(opened, request))
 
     async def end(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to `end`."""
         opened = self._open.get(request["episode"])
         if opened is None:
             return {"error": "the environment worker that ran this episode died"}
+        opened.call = asyncio.current_task()
         reply = await self._guard(self._score(opened))
         await self.abandon(request)
         return {**reply, "sandbox_executions": opened.tools.sandbox_executions}
 
     async def abandon(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Close an episode, if it is open."""
+        """Close an episode, if it is open. A call that its code is still at ends first: nobody waits for its answer."""
         opened = self._open.pop(request["episode"], None)
-        if opened is not None:
-            await self._close(opened.episode)
+        if opened is None:
+            return {}
+        call = opened.call
+        if call is not None and not call.done() and call is not asyncio.current_task():
+            call.cancel()
+            await asyncio.wait([call], timeout=CLOSE_TIMEOUT_S)
+        await self._close(opened.episode)
         return {}
+
+    async def close(self) -> None:
+        """Close all episodes: the process ends."""
+        await asyncio.gather(*(self.abandon({"episode": number}) for number in self._open))
 
     async def _guard(self, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
         """User code runs in here: what it raises is its episode's end."""
         try:
             return await work
-        except Exception as error:
+        except RAISED as error:
+            if given_up(error):
+                raise
             log.exception("episode_failed")
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": told(error)}
 
     async def _within(self, limits: Limits, what: str, work: Awaitable[T]) -> T:
         limit_s = min(limits.step_timeout_s, self._max_step_s)
@@ -209,5 +227,7 @@ class EpisodeHost:
         try:
             async with asyncio.timeout(min(CLOSE_TIMEOUT_S, self._max_step_s)):
                 await episode.close()
-        except Exception:
+        except RAISED as error:
+            if given_up(error):
+                raise
             log.exception("episode_not_closed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 from conversations import calls, play, says
 
 from slipstream.common.config import ConfigError
+from slipstream.environments.called_model import CalledModel, NoMoreTurns
 from slipstream.environments.config_adapters import VerifiersConfig
 from slipstream.environments.messages import Message
+from slipstream.environments.tools import Tools
 from slipstream.environments.verifiers import Verifiers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
@@ -91,6 +95,33 @@ async def test_a_history_that_is_told_anew_is_a_context_of_its_own() -> None:
 async def test_what_its_code_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError, match="a bug of theirs"):
         await play(environment("broken"), says("yes"))
+
+
+async def test_a_rollout_that_never_asks_ends_with_its_setup() -> None:
+    theirs = environment("stuck")
+    stuck: Any = theirs.environment
+    setup = asyncio.create_task(theirs.setup(theirs.task("train", 0), Tools(None)))
+    async with asyncio.timeout(30):
+        while not stuck.began:  # noqa: ASYNC110 their code tells nobody
+            await asyncio.sleep(0)
+        setup.cancel()
+        await asyncio.wait([setup])
+    assert setup.cancelled()
+    assert stuck.ended
+
+
+async def test_a_loop_that_asks_again_whatever_it_is_told_holds_up_nobody() -> None:
+    async def again_and_again(ask: Any) -> None:
+        while True:
+            with contextlib.suppress(NoMoreTurns):
+                await ask([Message("user", "?")], [])
+
+    loop = CalledModel(again_and_again)
+    await loop.first()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await loop.result()
+    await loop.close()
 
 
 def test_held_out_rows_are_never_trained_on() -> None:

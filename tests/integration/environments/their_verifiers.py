@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import verifiers as vf
@@ -100,3 +101,23 @@ def judged_as_a_group() -> vf.Environment:
 
 def no_environment() -> str:
     return "no environment"
+
+
+def stuck() -> vf.Environment:
+    """Never asks the model anything."""
+
+    class Stuck(vf.MultiTurnEnv):
+        began = ended = False
+
+        async def setup_state(self, state: vf.State) -> None:
+            self.began = True
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended = True
+
+        async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+            return []
+
+    rows = [{"question": "begin", "answer": ""}]
+    return Stuck(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[lambda completion: 1.0]))

@@ -282,6 +282,10 @@ class World:
         await self._end_process()
         self.process = self._start_process()
 
+    async def stop(self) -> None:
+        """End the runner and its environment workers."""
+        await self._end_process()
+
     async def start_orchestrator(self) -> None:
         config = self._make_config(listen=ListenConfig(port=self._orchestrator_port))
         add = runner_pb2_grpc.add_RunnerServiceServicer_to_server

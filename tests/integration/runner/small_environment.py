@@ -40,6 +40,8 @@ class Counting:
                 raise ZeroDivisionError("a bug of its own")
             case "exits":
                 sys.exit(3)
+            case "cancels":
+                raise asyncio.CancelledError
             case "dies":
                 os._exit(3)
             case "forks and dies":

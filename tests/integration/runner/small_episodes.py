@@ -8,14 +8,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 from slipstream.environments.base import Context, Limits, Score, Split, Task
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tools import Tools
 
-CLOSED: list[int] = []
+
+class Unsayable(Exception):
+    """An error whose text is one, too."""
+
+    def __str__(self) -> str:
+        raise RecursionError
 
 
 class CountingDown:
@@ -27,6 +36,7 @@ class CountingDown:
     def __init__(self, config: ImportedConfig, seed: int) -> None:
         self.name = config.name
         self._behaviour = config.options.get("behaviour", "")
+        self._folder = Path(config.options.get("folder", os.devnull))
         self._numbers = itertools.count()
 
     def task(self, split: Split, index: int) -> Task:
@@ -36,13 +46,18 @@ class CountingDown:
         bad = next(self._numbers) % 2 == 1
         if bad and self._behaviour == "raises at setup":
             raise LookupError("no room")
-        return CountDown(task.index, self._behaviour, bad)
+        if self._behaviour == "waits at setup":
+            (self._folder / "asked").touch()
+            while not (self._folder / "go").exists():  # noqa: ASYNC110 a test makes it
+                await asyncio.sleep(0.02)
+        return CountDown(task.index, self._behaviour, bad, self._folder)
 
 
 class CountDown:
     """One episode."""
 
-    def __init__(self, number: int, behaviour: str, bad: bool) -> None:
+    def __init__(self, number: int, behaviour: str, bad: bool, folder: Path) -> None:
+        self._folder = folder
         self._number = self._left = number
         self._behaviour = behaviour
         self._bad = bad
@@ -62,6 +77,15 @@ class CountDown:
             match self._behaviour:
                 case "raises at a step":
                     raise ZeroDivisionError("a bug of its own")
+                case "raises what cannot be shown":
+                    raise Unsayable
+                case "exits at a step":
+                    sys.exit(3)
+                case "cancels at a step":
+                    raise asyncio.CancelledError
+                case "says what is no JSON":
+                    nameless: Any = UUID(int=0)
+                    return [Message("tool", "now", tool_call_id=nameless)]
                 case "hangs":
                     await asyncio.sleep(3600)
         self._right += message.content == str(self._left)
@@ -81,4 +105,6 @@ class CountDown:
         return Score(self._right / self._number, self._right == self._number, f"{self._right} right")
 
     async def close(self) -> None:
-        CLOSED.append(self._number)
+        if self._folder.is_dir():
+            with (self._folder / "closed").open("a") as closed:
+                closed.write("x")

@@ -22,17 +22,19 @@ from slipstream.environments.config import ImportedConfig
         ("answers numbers", "TypeError: score of 'answers_numbers' must return Score objects, got float"),
         ("answers hugely", "ValueError: a reward must be within 1e+30 of 0, not 1e+200"),
         ("answers too few", "ValueError: zip"),
-        ("exits", "the environment worker died"),
+        ("exits", "SystemExit: 3"),
+        ("cancels", "CancelledError: "),
         ("dies", "the environment worker died"),
         ("forks and dies", "the environment worker died"),
-        ("hangs", "environment code did not answer within 1 s"),
+        ("hangs", "environment code did not answer within 4 s"),
         ("talks to the runner", "the environment worker died"),
     ],
 )
 async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs(
     start_world: Any, behaviour: str, detail: str
 ) -> None:
-    world = await start_world(behaviour, environment_timeout_s=1.0 if behaviour == "hangs" else 60.0)
+    # Also on a busy machine, the others answer in time.
+    world = await start_world(behaviour, environment_timeout_s=4.0 if behaviour == "hangs" else 60.0)
     report = await world.report(await world.give(behaviour.replace(" ", "_")))
     reason = "ENVIRONMENT_TIMEOUT" if behaviour == "hangs" else "ENVIRONMENT_ERROR"
     assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, reason)
@@ -46,7 +48,7 @@ async def test_a_sandbox_that_is_away_is_no_failure_of_the_environment(start_wor
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        world = await start_world("runs code", sandbox_address=address, environment_timeout_s=6.0)
+        world = await start_world("runs code", sandbox_address=address, environment_timeout_s=12.0)
         report = await world.report(await world.give("runs_code"))
         assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "SANDBOX_AWAY")
         assert report.detail.startswith("Unreachable: ")

@@ -18,8 +18,9 @@ CODEC = TextCodec(build_tokenizer())
 FINISHED = runner_pb2.GROUP_OUTCOME_FINISHED
 
 
-def turns(behaviour: str = "", **fields: Any) -> ImportedConfig:
-    return ImportedConfig(name="turns", path="small_episodes:CountingDown", options={"behaviour": behaviour}, **fields)
+def turns(behaviour: str = "", *, folder: Path | None = None, **fields: Any) -> ImportedConfig:
+    options = {"behaviour": behaviour, **({"folder": str(folder)} if folder else {})}
+    return ImportedConfig(name="turns", path="small_episodes:CountingDown", options=options, **fields)
 
 
 async def ids_of(world: Any, key: str) -> list[int]:
@@ -59,12 +60,15 @@ async def test_each_turn_goes_on_from_the_tokens_of_the_one_before(start_world: 
         ("raises at setup", "LookupError: no room"),
         ("raises at a step", "ZeroDivisionError: a bug of its own"),
         ("raises at the score", "KeyError: 'lost'"),
+        ("raises what cannot be shown", "Unsayable: its text raises RecursionError"),
+        ("exits at a step", "SystemExit: 3"),
+        ("cancels at a step", "CancelledError: "),
+        ("says what is no JSON", "TypeError: Object of type UUID is not JSON serializable"),
         ("hangs", "TimeoutError: a step took longer than 5 s"),
     ],
 )
 async def test_an_episode_that_fails_ends_alone(start_world: Any, behaviour: str, detail: str) -> None:
-    limits = {"step_timeout_s": 5.0} if behaviour == "hangs" else {}
-    world = await start_world(environments=[turns(behaviour, **limits)])
+    world = await start_world(environments=[turns(behaviour, step_timeout_s=5.0 if behaviour == "hangs" else 30.0)])
     report = await world.report(await world.give("turns", task_index=2, samples=3))
     assert report.outcome == FINISHED
     assert [record.sample_index for record in report.rollouts] == [0, 2]
@@ -113,3 +117,25 @@ async def test_tools_answer_calls_and_the_model_is_told_of_malformed_ones(start_
     assert messages[2]["content"] == "error: this tool call is no JSON: {look}"
     assert messages[5]["tool_calls"][0]["function"] == {"name": "look", "arguments": {}}
     assert messages[6] == {"role": "tool", "content": "saw 1", "tool_call_id": messages[5]["tool_calls"][0]["id"]}
+
+
+async def test_episodes_that_nobody_waits_for_any_more_are_closed(start_world: Any, tmp_path: Path) -> None:
+    world = await start_world(environments=[turns("waits at setup", folder=tmp_path)])
+    group_id = await world.give("turns", task_index=2, samples=3)
+    await world.until((tmp_path / "asked").exists)
+    world.orchestrator.cancelled[group_id] = "AGED_OUT"
+    await world.orchestrator.tell()
+    await world.until(lambda: ("acknowledged", "orchestrator", group_id) in world.events)
+    (tmp_path / "go").touch()
+    closed = tmp_path / "closed"
+    await world.until(lambda: closed.exists() and closed.read_text() == "xxx")
+
+
+async def test_episodes_are_closed_when_the_runner_ends(start_world: Any, tmp_path: Path) -> None:
+    world = await start_world(environments=[turns(folder=tmp_path)])
+    for worker in world.workers.values():
+        worker.gate.clear()
+    await world.give("turns", task_index=2, samples=3)
+    await world.until(lambda: any(worker.decodes for worker in world.workers.values()))
+    await world.stop()
+    assert (tmp_path / "closed").read_text() == "xxx"

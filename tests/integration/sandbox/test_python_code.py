@@ -151,3 +151,6 @@ def test_values_are_equal_by_type_and_number():
     assert not same({"list": [1]}, {"tuple": [1]})
     assert same({"dict": [[1, 2], [3, 4]]}, {"dict": [[3, 4], [1, 2]]})
     assert not same({"dict": "x"}, {"dict": []})
+    # Integers that no floating-point number comes near.
+    assert not same(10**400, 1.0)
+    assert not same(1.0, 10**400)

@@ -84,11 +84,15 @@ async def test_rollouts_do_not_see_each_other_and_the_checks_are_not_there(start
 
 async def test_commands_that_do_not_end_or_take_too_much_end_alone(start_executor, tmp_path):
     async with start_executor() as running:
-        episode = await begun(running, environment(tmp_path, command_wall_s=2.5, output_bytes=64, state_bytes=4096))
+        bounds = {"output_bytes": 64, "state_bytes": 4096}
+        episode = await begun(running, environment(tmp_path, command_wall_s=2.5, **bounds))
         assert await typed(episode, "sleep 600") == ["[no end within 2.5 s]"]
         (loud,) = await typed(episode, "yes")
         assert loud.startswith("y\ny\n")
         assert "[cut]" in loud
+        await episode.close()
+        # What ends by itself has the time for it.
+        episode = await begun(running, environment(tmp_path, command_wall_s=60.0, **bounds))
         (lost,) = await typed(episode, f"head -c 500000 /dev/urandom > big; {sys.executable} --version")
         assert lost == "[the command was ended: output limit; what it changed is lost]"
         assert await typed(episode, "(sleep 600; echo late) & echo now") == ["now\n[exit code 0]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import Completion, Score, Task
 from slipstream.environments.config_own import MathsConfig
+from slipstream.environments.judge_client import JudgeFailed
 from slipstream.environments.maths import Maths, made_up
 from slipstream.environments.maths_judge import judge
 from slipstream.environments.registry import build_environments
@@ -32,6 +34,15 @@ async def opened(tmp_path: Path) -> AsyncIterator[dict[str, Maths]]:
     yield kept
     for maths in kept.values():
         await maths._judge.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return children + [each for child in children for each in descendants(child)]
 
 
 def written(path: Path, *rows: object) -> Path:
@@ -94,6 +105,20 @@ async def test_a_judge_that_was_killed_is_started_again(opened, tmp_path):
     process.kill()
     await process.wait()
     assert (await judged(opened, tmp_path, "3", "3"))[0].correct
+
+
+async def test_nothing_goes_on_judging_for_a_server_that_was_killed(opened, tmp_path):
+    judging = asyncio.create_task(judged(opened, tmp_path, "3", HOSTILE[0], plain_numbers=False, answer_cpu_s=600.0))
+    async with asyncio.timeout(60):
+        while not (maths := opened.get("maths")) or not (server := maths._judge._process):  # noqa: ASYNC110 it tells nobody
+            await asyncio.sleep(0.02)
+        while len(forked := descendants(server.pid)) < 2:  # noqa: ASYNC110 the request, and the answer it is at
+            await asyncio.sleep(0.02)
+        server.kill()
+        with pytest.raises(JudgeFailed, match="the judge server ended"):
+            await judging
+        while any(Path(f"/proc/{pid}").exists() for pid in forked):  # noqa: ASYNC110 the kernel ends them
+            await asyncio.sleep(0.02)
 
 
 async def test_a_right_answer_that_cannot_be_read_fails_its_group(opened, tmp_path):

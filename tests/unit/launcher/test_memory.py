@@ -12,7 +12,7 @@ from slipstream.common.config import ConfigError, load_config
 from slipstream.launcher.config import RUN_CONFIG
 from slipstream.launcher.errors import ServiceDiedError
 from slipstream.launcher.memory import MIB, available_bytes, oom_kills
-from slipstream.launcher.needs import check_memory, needed_bytes
+from slipstream.launcher.needs import ENVIRONMENT_MIB, check_memory, needed_bytes
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.supervisor import Supervisor
 
@@ -63,6 +63,9 @@ def test_more_workers_and_more_blocks_need_more():
     assert 1000 * MIB < small < 2500 * MIB
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.replicas=9"])) > small + 7 * 200 * MIB
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], ["decode.engine.block-count=1000000"])) > 10_000 * MIB
+    one = load_config(RUN_CONFIG, [DEMO])
+    more = one.model_copy(update={"environments": [*one.environments, *one.environments]})
+    assert needed_bytes(more) == small + len(one.environments) * ENVIRONMENT_MIB * MIB  # a process each
     vllm = ["decode.engine.type=vllm"]
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], vllm)) > small + 2 * 500 * MIB
     offload = [*vllm, "decode.engine.offload.memory-bytes=8000000000"]

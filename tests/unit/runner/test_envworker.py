@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 from slipstream.runner.envclient import MAX_LINE_BYTES
@@ -16,6 +17,15 @@ class Host:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"id": request["id"], "letters": "x" * request["count"]}
+
+    async def take_back(self, reply: dict[str, Any]) -> None:
+        assert len(reply["letters"]) == MAX_LINE_BYTES
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def ends_with(self, end: Callable[[], None]) -> None:
+        """It ends with its connection."""
 
 
 async def test_an_answer_too_large_is_an_error_and_the_next_one_comes() -> None:

@@ -1,0 +1,121 @@
+"""Open episodes in an environment worker: whose they are, and how their calls and their ends follow each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.common.errors import EnvironmentFailed
+from slipstream.environments.base import Limits, Score, Split, Task
+from slipstream.environments.chat import Chat, plain_template
+from slipstream.environments.messages import Message, ToolSpec
+from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+from slipstream.environments.tools import Tools
+from slipstream.runner.envclient import MAX_LINE_BYTES, EnvironmentWorker, TaskKey
+from slipstream.runner.envworker import encoded
+from slipstream.runner.episode_host import EpisodeHost
+
+CODEC = TextCodec(build_tokenizer())
+CHAT = Chat(CODEC, plain_template(CODEC))
+TURN = {"token_ids": [*CODEC.encode("1"), CODEC.end_id], "stopped": True}
+
+
+class Waiting:
+    """Episodes whose second step never ends. What happens to them is in `events`."""
+
+    name = "waiting"
+    limits = Limits()
+    needs_sandbox = False
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(split, index)
+
+    async def setup(self, task: Task, tools: Tools) -> WaitingEpisode:
+        return WaitingEpisode(self.events)
+
+
+class WaitingEpisode:
+    """One of them."""
+
+    tools: Sequence[ToolSpec] = ()
+
+    def __init__(self, events: list[str]) -> None:
+        self.messages = [Message("user", "say 1")]
+        self._events = events
+        self._steps = 0
+
+    async def step(self, message: Message) -> list[Message]:
+        self._steps += 1
+        if self._steps == 1:
+            return [Message("user", "again")]
+        self._events.append("a step begins")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # it has something to tidy up
+            self._events.append("the step ends")
+        return []
+
+    async def score(self) -> Score:
+        return Score(1.0, True)
+
+    async def close(self) -> None:
+        self._events.append("closed")
+
+
+async def begun(host: EpisodeHost, environment: Waiting, count: int = 1) -> list[int]:
+    """Numbers of new episodes."""
+    request = {"task": {"split": "train", "index": 0}, "count": count}
+    opened = await host.open(request, CHAT, 4096, environment, environment.limits)
+    return [member["episode"] for member in opened["members"]]
+
+
+async def test_an_episode_of_a_process_that_died_is_none_of_the_one_in_its_place():
+    environment = Waiting()
+    dead, next_one = EpisodeHost(None, 60.0), EpisodeHost(None, 60.0)
+    theirs, ours = await begun(dead, environment, 8), await begun(next_one, environment, 8)
+    for number in theirs:
+        for call in (next_one.turn, next_one.end):
+            assert "died" in (await call({"episode": number, **TURN}))["error"]
+        await next_one.abandon({"episode": number})
+    assert environment.events == []
+    assert ["prompt" in await next_one.turn({"episode": number, **TURN}) for number in ours] == [True] * 8
+
+
+async def test_a_step_ends_before_its_episode_is_closed():
+    environment = Waiting()
+    host = EpisodeHost(None, 60.0)
+    (number,) = await begun(host, environment)
+    await host.turn({"episode": number, **TURN})
+    step = asyncio.create_task(host.turn({"episode": number, **TURN}))
+    async with asyncio.timeout(30):
+        while not environment.events:  # noqa: ASYNC110 a step tells
+            await asyncio.sleep(0)
+        await host.abandon({"episode": number})
+        await asyncio.wait([step])
+    assert environment.events == ["a step begins", "the step ends", "closed"]
+    assert step.cancelled()
+
+
+async def test_an_end_closes_the_episode_once():
+    environment = Waiting()
+    host = EpisodeHost(None, 60.0)
+    (number,) = await begun(host, environment)
+    assert (await host.end({"episode": number}))["score"]["reward"] == 1.0
+    await host.abandon({"episode": number})
+    await host.close()
+    assert environment.events == ["closed"]
+
+
+async def test_what_is_too_long_for_a_line_is_refused_on_either_side():
+    with pytest.raises(ValueError, match=r"the answer is .* bytes, of which the runner takes"):
+        encoded({"id": 1, "text": "x" * MAX_LINE_BYTES})
+    worker = EnvironmentWorker([], 60.0, ["waiting"])
+    long = [10**9] * (MAX_LINE_BYTES // 10)
+    with pytest.raises(EnvironmentFailed, match=r"this is .* bytes for the environment worker"):
+        await worker.score(TaskKey("waiting", "train", 0), [(long, True)])
