@@ -1,6 +1,6 @@
 """Fenced blocks of the documents: files to write, and commands to run with what they show.
 
-```toml title="bigger.toml"        a file
+```toml title="bigger.toml"        a file, or more of one that an earlier block begins
 ```console                         lines after "$ " are commands; what follows one are parts of its output
 ```console exit=2                  the code that each of them ends with, 0 unless said
 ```console norun                   shown only
@@ -30,7 +30,7 @@ def files_of(document: str) -> dict[str, str]:
     files: dict[str, str] = {}
     for _, info, body in _blocks(document):
         if match := re.search(r'title="([^"]+)"', info):
-            files[match[1]] = body
+            files[match[1]] = files.get(match[1], "") + body
     return files
 
 
