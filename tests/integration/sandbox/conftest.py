@@ -29,12 +29,12 @@ class Running:
         self.stub = sandbox_pb2_grpc.SandboxServiceStub(self.channel)
         self.client = SandboxClient(address, Access())
 
-    async def until(self, condition: Callable[[ExecPool], bool], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[ExecPool], bool], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition(self.executor.pool):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    async def idle(self, timeout_s: float = 5.0) -> None:
+    async def idle(self, timeout_s: float = 30.0) -> None:
         """Returns when all places are free."""
         await self.until(lambda pool: not pool.running_count and not pool.open, timeout_s)
 
