@@ -318,7 +318,7 @@ class World:
                 sampling=types_pb2.Sampling(temperature=1.0, max_new_tokens=10),
                 dispatch_version=version,
                 salt="run/1.3/float32",
-                deadline_ms=20_000,
+                deadline_ms=60_000,
             )
         )
         await self.orchestrator.tell()
@@ -329,7 +329,7 @@ class World:
         await self.until(lambda: group_id in self.orchestrator.reports)
         return self.orchestrator.reports[group_id]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 assert not self.process.done(), "the runner ended"
