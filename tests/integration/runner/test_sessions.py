@@ -326,7 +326,7 @@ async def test_what_is_too_large_for_the_texts_is_refused_and_other_conversation
     async with sessions(world, count=2) as agent:
         assert await agent.say(0, user("say 3")) == "3"
         with pytest.raises(InvalidRequest):
-            await agent.say(1, user("\x01" * 2**22))  # six times as much on its way
+            await agent.say(1, user("\x01" * 2**23))  # six times as much on its way
         assert await agent.say(0, user("say 3"), assistant("3"), user("now 12")) == "12"
         await agent.close(0, 1.0)
         await agent.close(1, discard=True)
