@@ -80,7 +80,7 @@ class Spool:
         self._turns: dict[str, tuple[Path, int]] = {}
         """File and size of groups under way, by name."""
         self._dead: list[Path] = []
-        self.waiting_count = 0
+        self.waiting_count: int = 0
         """Finished groups that wait for room on the disk."""
         self._damaged: set[str] = set()
         directory.mkdir(parents=True, exist_ok=True)
