@@ -82,7 +82,7 @@ def test_a_run_without_a_journal_or_with_a_changed_one_is_refused(made, capsys) 
     journal.append("run", run_id="demo", seed=0)
     journal.append("serving", version="1.0")
     journal.close()
-    journal.path.write_bytes(journal.path.read_bytes().replace(b"1.0", b"1.1"))
+    journal.path.write_bytes(journal.path.read_bytes().replace(b'"1.0"', b'"1.1"'))
     said = refusal(capsys, "--resume", "demo")
     assert said == f"error: demo cannot go on: {journal.path}: line 1 does not match its checksum\n"
 

@@ -144,7 +144,7 @@ def test_the_program_says_in_its_exit_code_what_it_found(tmp_path: Path, capsys:
     assert main([str(written(tmp_path / "bad", [*ONE_STEP, trained(1)]))]) == 1
     assert "record 9 (trained): step 1 is trained already" in capsys.readouterr().err
     path = tmp_path / "bad" / "journal" / "journal.jsonl"
-    path.write_bytes(path.read_bytes().replace(b"1.0", b"1.1"))
+    path.write_bytes(path.read_bytes().replace(b'"1.0"', b'"1.1"'))
     assert main([str(tmp_path / "bad")]) == 2
     assert f"{path}: line 1 does not match its checksum" in capsys.readouterr().err
     assert main([]) == 2
