@@ -83,6 +83,25 @@ def test_a_sample_that_waits_through_an_update_is_of_the_new_version_alone():
     assert chunk.versions == [(2, V2)]
 
 
+@pytest.mark.parametrize(("capture", "expected"), [(True, V1), (False, V2)])
+def test_a_sample_that_begins_after_an_update_rests_on_the_prompts_rows_of_before(
+    capture: bool, expected: PolicyVersion
+):
+    sampling = Sampling(max_new_tokens=4)
+    decode = DecodeRequest("r", [1], "s", ("a", "b"), sampling, capture_routes=capture)
+    request = OpenRequest(decode, V1, flush_s=30.0)
+    one, other = request.samples
+    request.begin(one, V1)
+    one.token_ids, one.logprobs = [1], [-1.0]
+    one.swapped(1, V2)
+    other.swapped(None, V2)
+    request.begin(other, V1)
+    assert (one.kv_oldest, other.kv_oldest) == (V1, expected)
+    other.cached_token_count = 8
+    request.begin(other, V1)
+    assert other.kv_oldest == V1, "it found KV of before"
+
+
 async def test_chunks_come_at_a_samples_end_and_at_a_flush_and_then_no_more():
     sampling = Sampling(max_new_tokens=4)
     request = OpenRequest(DecodeRequest("r", [1], "s", ("a", "b"), sampling), V1, flush_s=30.0)

@@ -330,9 +330,7 @@ class VllmEngine:
                 request = open_request.request
                 self._count_prompt(len(request.token_ids) - 1, sample.cached_token_count)
             open_request.prompt_ready.set()
-            first = sample.spans[0][1]
-            cached = sample.cached_token_count > 0
-            sample.kv_oldest = min(first, self._oldest(open_request.request.salt)) if cached else first
+            open_request.begin(sample, self._oldest(open_request.request.salt))
         sample.token_ids += news.token_ids
         if news.token_ids:
             # Flat: one for each token, as none but the sampled is asked for.

@@ -98,6 +98,17 @@ class OpenRequest:
         self._flush_now = False
         self._news = asyncio.Event()
 
+    def begin(self, sample: Sample, salt_oldest: PolicyVersion) -> None:
+        """A sample's first token comes: say what its KV rests on. `salt_oldest`: of any KV that it may have found.
+
+        Rows of the prompt are kept once, of the sample that ends first. Where weights changed between the beginnings of
+        two samples, those rows may be of the older weights, and replayed they are to the other one what older KV is.
+        """
+        first = sample.spans[0][1]
+        found = [salt_oldest] if sample.cached_token_count else []
+        begun = [other.spans[0][1] for other in self.samples if other.token_ids and self.request.capture_routes]
+        sample.kv_oldest = min([first, *found, *begun])
+
     @property
     def waiting(self) -> bool:
         """Whether none of its samples has a token yet."""
