@@ -146,6 +146,7 @@ class Vllm:
             side_channel_port=self.side_channel_port,
         )
         engine = VllmEngine(model_dir, sizes, config)
+        computed_with_threads()
         await engine.start()
         await engine.update(FIRST, tensors, lambda paused: None)
         return engine
@@ -166,6 +167,14 @@ class Vllm:
 
     def check(self, engine: Engine) -> None:
         """vLLM's books are its own."""
+
+
+def computed_with_threads() -> None:
+    """This thread has computed with others beside it, of which a fork is left without."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 18).cos()
+    torch.set_num_threads(before)
 
 
 @contextmanager

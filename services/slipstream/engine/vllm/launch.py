@@ -4,6 +4,8 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,23 @@ def launch(
     # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     keep_stores_in(sockets)
-    with dying_with_us():
+    with dying_with_us(), threads_of_operators(config.torch_threads):
         return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
+
+
+@contextmanager
+def threads_of_operators(count: int) -> Iterator[None]:
+    """What is forked within computes with so many threads.
+
+    It inherits what this thread was told, OpenMP having read its environment long ago. With more than one it would wait
+    for ever for those with which this thread has computed before, as they are not forked.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _find_device(config: VllmConfig) -> str:
