@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 V1 = PolicyVersion(1, 1)
 SILENCE_S = 1.5
-SLACK_S = 15.0
+SLACK_S = 2.0
 """To compute the turn again, on a machine that is busy."""
 GROUPS = 6
 
@@ -46,12 +46,15 @@ async def test_turns_of_a_prefill_worker_that_stands_still_end_within_the_bound_
             return [(prompt_rows(answer).holder, "~" in prompt_rows(answer).key) for answer in answers]
 
         assert {holder for holder, _ in await ask(0)} == {stopped.address, cluster.members[0].address}
+        async with asyncio.timeout(20):  # else the router may take one of the two to be busy, and spare it
+            while any(worker.load.blocks_used for worker in (await turns.workers()).values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         stopped.signal(signal.SIGSTOP)
         started_s = time.monotonic()
         holders = await ask(GROUPS)
         took_s = time.monotonic() - started_s
         assert {holder for holder, _ in holders} == {cluster.members[0].address}
-        assert True in {retried for _, retried in holders}, "those that the router had sent there"
+        assert {retried for _, retried in holders} == {True, False}
         assert took_s < SILENCE_S + SLACK_S
         stopped.signal(signal.SIGCONT)
         async with asyncio.timeout(20):
