@@ -53,8 +53,7 @@ class Maths:
         )
 
     def task(self, split: Split, index: int) -> Task:
-        number = self._split.held_out(index) if split == "held_out" else self._split.training(index)
-        return Task(split, index, {"number": number})
+        return self._split.task(split, index)
 
     def prompt(self, task: Task) -> str:
         return self._question(self._split[task.payload["number"]])

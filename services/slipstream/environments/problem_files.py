@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from slipstream.common.config import ConfigError
+from slipstream.environments.base import Split, Task
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -65,9 +66,10 @@ class ProblemSplit(Generic[P]):
         self._held_out, self._training = order[:held_out_count], order[held_out_count:]
         self._seed = seed
 
-    def held_out(self, index: int) -> int:
-        """Number of the held-out problem at `index`; they repeat after the last."""
-        return self._held_out[index % len(self._held_out)]
+    def task(self, split: Split, index: int) -> Task:
+        """The task at `index`, whose payload has the problem's number. Held-out ones repeat after the last."""
+        number = self._held_out[index % len(self._held_out)] if split == "held_out" else self.training(index)
+        return Task(split, index, {"number": number})
 
     def training(self, index: int | str) -> int:
         """Number of the training problem at `index`, drawn by seed."""

@@ -90,8 +90,7 @@ class Terminal:
         self._split = ProblemSplit(problems, config.evaluation_task_count, seed, config.name)
 
     def task(self, split: Split, index: int) -> Task:
-        number = self._split.held_out(index) if split == "held_out" else self._split.training(index)
-        return Task(split, index, {"number": number})
+        return self._split.task(split, index)
 
     async def setup(self, task: Task, tools: Tools) -> TerminalEpisode:
         problem = self._split[task.payload["number"]]
