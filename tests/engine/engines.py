@@ -135,7 +135,7 @@ class Vllm:
             device=self.device,
             dtype=self.dtype,
             compiled=False,
-            gpu_memory_fraction=0.1,  # several at once
+            gpu_memory_fraction=0.05,  # several at once
             block_count=limits.kv_tokens // BLOCK_MULTIPLE + 1,  # vLLM keeps one for itself
             max_running_samples=limits.running_samples,
             max_waiting_requests=limits.waiting_requests,

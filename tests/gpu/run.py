@@ -1,9 +1,10 @@
 """Everything that is measured and tested on a GPU, in stages that do not need each other.
 
     python tests/gpu/run.py --out DIR [STAGE ...]
+    python tests/gpu/run.py --out DIR --shards 4 suite32    # its files shared out to four processes, over all cards
 
 Each stage is a process with a time limit; what it said is in DIR/STAGE.log, how it ended in DIR/stages.json, which is
-written after each. Without names all stages run, in this order.
+written after each. Without names all stages run, in this order. Shards are for tests alone, not for what is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,6 +49,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shards", type=int, default=1, help="processes that share the files of a stage of tests")
+    parser.add_argument("--cards", type=int, default=1, help="that the shards are spread over")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     outcome: dict[str, dict[str, object]] = {}
@@ -54,20 +58,49 @@ def main() -> int:
         limit_s, command = STAGES[name]
         if name.startswith("load"):
             command = [*command, "--json", str(options.out / f"{name}.json")]
-        started_s = time.monotonic()
-        code = run(command, options.out / f"{name}.log", limit_s)
-        outcome[name] = {"exit": code, "seconds": round(time.monotonic() - started_s, 1)}
+        with ThreadPoolExecutor(options.shards) as pool:
+            parts = sharded(name, command, options.shards)
+            codes = {
+                part: pool.submit(
+                    timed_run,
+                    words,
+                    options.out / f"{part}.log",
+                    limit_s,
+                    None if len(parts) == 1 else index % options.cards,
+                )
+                for index, (part, words) in enumerate(parts.items())
+            }
+            outcome |= {part: done.result() for part, done in codes.items()}
         (options.out / "stages.json").write_text(json.dumps(outcome, indent=1))
-        print(f"== {name}: {outcome[name]}", flush=True)
-        lines = (options.out / f"{name}.log").read_text(errors="replace").splitlines()
-        print("\n".join(line[:300] for line in lines[-25:]), flush=True)
+        for part in parts:
+            print(f"== {part}: {outcome[part]}", flush=True)
+            lines = (options.out / f"{part}.log").read_text(errors="replace").splitlines()
+            print("\n".join(line[:300] for line in lines[-25:]), flush=True)
     return int(any(each["exit"] for each in outcome.values()))
 
 
-def run(command: list[str], log: Path, limit_s: int) -> int:
-    """Exit code; 124 for one that took too long, with all that it started ended."""
+def sharded(name: str, command: list[str], shards: int) -> dict[str, list[str]]:
+    """The command, or one for each shard, which has every so-manieth file of the folder in it."""
+    if shards == 1:
+        return {name: command}
+    folder = next(word for word in command if word.startswith("tests/"))
+    files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / folder).glob("test_*.py"))
+    before, after = command[: command.index(folder)], command[command.index(folder) + 1 :]
+    return {f"{name}-{index}": [*before, *files[index::shards], *after] for index in range(shards)}
+
+
+def timed_run(command: list[str], log: Path, limit_s: int, card: int | None) -> dict[str, object]:
+    started_s = time.monotonic()
+    code = run(command, log, limit_s, card)
+    return {"exit": code, "seconds": round(time.monotonic() - started_s, 1)}
+
+
+def run(command: list[str], log: Path, limit_s: int, card: int | None) -> int:
+    """Exit code; 124 for one that took too long, with all that it started ended. Without a card it sees all."""
     path = os.pathsep.join([str(ROOT / "services"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if card is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(card)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
