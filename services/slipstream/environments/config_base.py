@@ -39,6 +39,10 @@ class SequencedConfig(BaseConfig):
     deadline_s: float = Field(default=120.0, gt=0)
     """A group that takes longer fails."""
 
+    spare_samples: int = Field(default=0, ge=0, le=256)
+    """Rollouts of a training group beyond `samples_per_group`: those that end first are taken, the others given up.
+    What is trained is then shorter than what the model says."""
+
 
 class BaseEnvironmentConfig(SequencedConfig):
     """What every environment has."""

@@ -91,10 +91,12 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
                 f"{engine.block_size_tokens} tokens",
             )
     samples = _of(config, "orchestrator", "samples_per_group")
-    if engines["decode"].max_running_samples < samples:
+    spare = max((environment.spare_samples for environment in config.environments), default=0)
+    if engines["decode"].max_running_samples < samples + spare:
+        more = f", and {spare} spare_samples" if spare else ""
         yield (
             ("decode.engine.max_running_samples", "orchestrator.samples_per_group"),
-            f"is {engines['decode'].max_running_samples}, below orchestrator.samples_per_group = {samples}: "
+            f"is {engines['decode'].max_running_samples}, below orchestrator.samples_per_group = {samples}{more}: "
             "no group would ever run whole",
         )
 

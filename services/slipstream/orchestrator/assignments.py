@@ -44,12 +44,16 @@ class Assigner:
         assignment.purpose = TRAINING
         assignment.position = group.position
         assignment.sample_count = self._samples_per_group
+        spare = self._environments[assignment.environment].spare_samples
+        if spare:
+            assignment.needed_count = assignment.sample_count
+            assignment.sample_count += spare
         return assignment
 
     def sessions(self, group: Group, members: SessionGroup, version: PolicyVersion) -> runner_pb2.GroupAssignment:
         """Assign the current attempt of a position to sessions."""
         assignment = self.training(group, version)
-        assignment.sample_count = members.size
+        assignment.sample_count, assignment.needed_count = members.size, 0
         assignment.deadline_ms = members.total_timeout_ms
         assignment.session_group.name = members.name
         assignment.session_group.idle_timeout_ms = members.idle_timeout_ms

@@ -67,6 +67,8 @@ class StepInterval:
         self.sampled_tokens = 0
         self.cached_tokens = 0
         self.prefix_query_tokens = 0
+        self.rollouts_given_up = 0
+        self.given_up_tokens = 0
         self.rewards: dict[str, list[float]] = defaultdict(list)
 
     def add(self, environment: str, records: Iterable[runner_pb2.RolloutRecord]) -> None:
@@ -78,6 +80,11 @@ class StepInterval:
             self.cached_tokens += record.cached_token_count
             self.prefix_query_tokens += record.prefix_query_token_count
 
+    def add_given_up(self, report: runner_pb2.GroupReport) -> None:
+        """Count what was drawn and not taken."""
+        self.rollouts_given_up += report.given_up_count
+        self.given_up_tokens += report.given_up_token_count
+
     def fields(self, now_s: float) -> dict[str, object]:
         """Return the figures of the interval."""
         elapsed = max(now_s - self.started_s, 1e-6)
@@ -86,6 +93,8 @@ class StepInterval:
             "groups_filtered": self.groups_filtered,
             "groups_failed": self.groups_failed,
             "rollouts": sum(map(len, self.rewards.values())),
+            "rollouts_given_up": self.rollouts_given_up,
+            "given_up_token_count": self.given_up_tokens,
             "tokens_per_s": self.sampled_tokens / elapsed,
             "cached_token_fraction": self.cached_tokens / max(self.prefix_query_tokens, 1),
             "cached_token_count": self.cached_tokens,

@@ -13,6 +13,9 @@ def check_records(
 ) -> None:
     """Raise `InvalidRequest` unless every record fits its group and itself; nothing is beyond `newest`."""
     group_id, seen = assignment.group_id, set[int]()
+    needed = assignment.needed_count or assignment.sample_count
+    if len(report.rollouts) > needed:
+        raise InvalidRequest(f"{group_id}: rollouts: {needed} are taken", field="rollouts", limit=needed)
     for index, record in enumerate(report.rollouts):
         try:
             _check_record(record, assignment.sample_count, newest)

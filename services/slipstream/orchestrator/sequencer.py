@@ -362,6 +362,7 @@ class Sequencer:
             self._take_external(assignment, report, finished=finished)
             return False
         position, attempt = assignment.position, assignment.attempt
+        self._interval.add_given_up(report)
         self.sessions.reported(position, attempt, [record.sample_index for record in report.rollouts])
         if report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED:
             # Not by us: ours are no longer in the list. A runner that drains hands its groups back.

@@ -24,8 +24,9 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.hashing import block_hashes
 from slipstream.runner import telemetry
 from slipstream.runner.peers import Peers
-from slipstream.runner.rollout import Rollout, Segment
+from slipstream.runner.rollout import LENGTH, STOP, Rollout, Segment
 from slipstream.runner.rollout_record import Timings
+from slipstream.runner.spares import Spares
 from slipstream.runner.watch import WorkerWatch
 
 log = structlog.get_logger()
@@ -38,6 +39,8 @@ Listen = Callable[[Mapping[int, tuple[Sequence[int], Sequence[float]]]], Awaitab
 after how many of these tokens."""
 FLUSH_MS = 50
 """How long a token waits at the worker while somebody listens."""
+SPARES_FLUSH_MS = 100
+"""The same where members are given up once enough have ended."""
 ABORTED = types_pb2.FINISH_REASON_ABORTED
 ABORT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 30.0
@@ -84,9 +87,11 @@ class TurnAttempt:
         rollouts: Mapping[int, Rollout],
         suffix: str,
         wish: Wish | None = None,
+        spares: Spares | None = None,
     ) -> None:
         """`rollouts`: by index in the group. `suffix`: tells its name from those of other requests of this attempt at
-        the group, whose KV handles and routes may be kept."""
+        the group, whose KV handles and routes may be kept. `spares`: ends it as soon as enough members have ended."""
+        self._spares = spares
         self._inference = inference
         self._peers = inference.peers
         self._assignment = assignment
@@ -121,7 +126,7 @@ class TurnAttempt:
             await self._place_prefill_decode(avoid)
             self._check_ended()
             left = self._settle(gone=False)
-            outcome = "stopped" if self._stopped else "finished"
+            outcome = "stopped" if self._stopped or any(map(self._given_up, self.segments)) else "finished"
         except (grpc.aio.AioRpcError, errors.SlipstreamError) as error:
             rebuilt = errors.from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
             left = self._settle(gone=isinstance(rebuilt, errors.Unreachable))
@@ -190,11 +195,19 @@ class TurnAttempt:
                     self.segments[indexes[chunk.sample_index]].extend(chunk)
                 if not self._prefilling:
                     self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
+                if chunk.finish_reason in (STOP, LENGTH) and self._spares is not None:
+                    self._spares.ended(indexes[chunk.sample_index])
             if message.HasField("prompt_routes"):
                 self._prompt_routes = message.prompt_routes
+            if any(self._given_up(index) for index in indexes):
+                stream.cancel()
+                return
             if self._wish.listen is not None and await self._tell(self._wish.listen):
                 stream.cancel()
                 return
+
+    def _given_up(self, index: int) -> bool:
+        return self._spares is not None and self._spares.gives_up(index)
 
     async def _tell(self, listen: Listen) -> bool:
         """Hand news over; returns whether nothing more is wanted, though the stream goes on."""
@@ -247,11 +260,13 @@ class TurnAttempt:
             request.sampling.seed = self._wish.seed
         if self._wish.listen is not None:
             request.flush.max_ms = FLUSH_MS
+        elif self._spares is not None:
+            request.flush.max_ms = SPARES_FLUSH_MS
         request.sampling.max_new_tokens = self._max_new_tokens
         return request
 
     def _check_ended(self) -> None:
-        segments = self.segments.values()
+        segments = [segment for index, segment in self.segments.items() if not self._given_up(index)]
         if any(segment.finish_reason == ABORTED for segment in segments):
             raise errors.RequestAborted("the decode worker aborted a sample that nobody here gave up")
         if not all(segment.finish_reason for segment in segments):
@@ -276,6 +291,9 @@ class TurnAttempt:
         first.prefix_query_token_count += len(self._token_ids) - 1
         lost = gone and not self._prefilling  # the rows of the prompt went with it
         for index, segment in self.segments.items():
+            if self._spares is not None and self._given_up(index):
+                self._spares.token_count += len(segment.token_ids)
+                continue
             prompt_routes = None if lost and not segment.finish_reason else self._prompt_routes
             self._rollouts[index].take(segment, prompt_routes, self._assignment.sampling)
         taken = {(ref.holder, ref.key) for rollout in self._rollouts.values() for ref in rollout.routes}

@@ -19,9 +19,11 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common import tracing
 from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SlipstreamError
 from slipstream.runner import telemetry
+from slipstream.runner.cut_turns import CutTurns
 from slipstream.runner.envclient import OpenEpisode, ScoredSample, TaskKey, TurnPrompt
 from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.rollout import STOP, Rollout
+from slipstream.runner.spares import spares_of
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import Conversation, TurnClient
 
@@ -69,8 +71,10 @@ class EpisodeGroup:
         task: TaskKey,
         deadline_s: float,
         turn_log: TurnLog,
+        cut_turns: CutTurns,
     ) -> None:
         """`deadline_s`: in `time.monotonic()` terms. `turn_log`: where turns that end are kept."""
+        self._cut_turns = cut_turns
         self._turn_log = turn_log
         self._environments = environments
         self._turns = turns
@@ -79,10 +83,13 @@ class EpisodeGroup:
         self._deadline_s = self._group_deadline_s = deadline_s
         self._conversation: Conversation
         self._open: set[int] = set()
+        self._spares = spares_of(assignment)
+        self._running: list[asyncio.Task[None]] = []
         self.sandbox_executions = 0
 
     async def run(self) -> list[Member]:
-        """All members, each with a score or a failure. Cancelling it frees the engines' blocks first.
+        """All members, each with a score or a failure, or neither where enough others had ended before. Cancelling it
+        frees the engines' blocks first.
 
         Raises `SlipstreamError` where no episode could be opened.
         """
@@ -107,9 +114,11 @@ class EpisodeGroup:
         ended = False
         try:
             async with asyncio.TaskGroup() as group:
-                for together in alike.values():
-                    group.create_task(self._run_alike(together))
+                self._running += [group.create_task(self._run_alike(together)) for together in alike.values()]
             ended = True
+            for member in members:
+                if member.score is None:
+                    self._conversation.release_routes_of(member.samples)
         finally:
             if not ended:  # cancelled: nobody will ask for its routes
                 self._conversation.release_routes()
@@ -131,6 +140,7 @@ class EpisodeGroup:
             return
         async with asyncio.TaskGroup() as group:
             for member, episode in together:
+                self._cut_turns.note(self._assignment, member.samples[0])
                 group.create_task(self._run_member(member, episode))
 
     async def _run_member(self, member: Member, episode: OpenEpisode) -> None:
@@ -165,6 +175,13 @@ class EpisodeGroup:
             return
         self._open.discard(episode.number)
         self.sandbox_executions += ended.sandbox_executions
+        if self._spares is not None:
+            if self._spares.enough:
+                return
+            self._spares.ended(member.index)
+            if self._spares.enough:
+                for task in self._running:  # and with them those of all members; this one has nothing left to wait for
+                    task.cancel()
         member.score, member.conversations, member.turn_count = ended.score, ended.conversations, ended.turn_count
         member.samples = [each for each in member.samples if each.sampled]
 

@@ -14,12 +14,14 @@ from slipstream.common import tracing
 from slipstream.common.errors import SlipstreamError
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import attempt_name
+from slipstream.runner.cut_turns import CutTurns
 from slipstream.runner.envclient import RenderedPrompt, TaskKey
 from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.episodes import EpisodeGroup
 from slipstream.runner.records import Finished, Recorder, add_answers
 from slipstream.runner.rollout import STOP
 from slipstream.runner.rollout_record import records_of
+from slipstream.runner.spares import spares_of
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import TurnClient
@@ -52,6 +54,7 @@ class GroupRunner:
         self._spool = spool
         self._recorder = Recorder(address, epoch)
         self._write_rollouts = write_rollouts
+        self._cut_turns = CutTurns()
 
     async def run(
         self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt, unfinished: Unfinished | None = None
@@ -87,6 +90,7 @@ class GroupRunner:
             if assignment.purpose == EXTERNAL:
                 add_answers(report, assignment, group)
             telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
+            telemetry.rollouts_given_up.labels(assignment.environment).inc(report.given_up_count)
             self._write_rollouts(records_of(assignment, group, time.monotonic() - started_s))
         duration_s = time.monotonic() - started_s
         telemetry.group_duration.labels(assignment.environment).observe(duration_s)
@@ -111,7 +115,10 @@ class GroupRunner:
         conversation = self._turns.begin(assignment, prompt.token_ids, turn_log)
         ended = False
         try:
-            await conversation.answer(deadline_s)
+            spares = spares_of(assignment)
+            await conversation.answer(deadline_s, spares)
+            report.given_up_count = assignment.sample_count - len(conversation.rollouts)
+            report.given_up_token_count = spares.token_count if spares is not None else 0
             samples = [(rollout.answer, rollout.finish_reason == STOP) for rollout in conversation.rollouts]
             asked_s = time.monotonic()
             with tracing.span("score"):
@@ -122,8 +129,8 @@ class GroupRunner:
         finally:
             if not ended:  # failed or cancelled: nobody will ask for its routes
                 conversation.release_routes()
-        rollouts = zip(conversation.rollouts, scores, strict=True)
-        return [Finished(i, [rollout], score, prompt.text) for i, (rollout, score) in enumerate(rollouts)], executions
+        rollouts = zip(conversation.indexed, scores, strict=True)
+        return [Finished(index, [rollout], score, prompt.text) for (index, rollout), score in rollouts], executions
 
     async def _play_turns(
         self,
@@ -134,7 +141,10 @@ class GroupRunner:
         turn_log: TurnLog,
     ) -> tuple[list[Finished], int]:
         """An episode for each member. Those that failed are named in the report; raises what the first did if all."""
-        episodes = EpisodeGroup(self._environments, self._turns, assignment, task_of(assignment), deadline_s, turn_log)
+        task = task_of(assignment)
+        episodes = EpisodeGroup(
+            self._environments, self._turns, assignment, task, deadline_s, turn_log, self._cut_turns
+        )
         finished: list[Finished] = []
         failures: list[SlipstreamError] = []
         for member in await episodes.run():
@@ -147,6 +157,9 @@ class GroupRunner:
                 report.failures.add(
                     sample_index=member.index, reason=member.failure.reason, detail=member.failure.message[:1024]
                 )
+            else:
+                report.given_up_count += 1
+                report.given_up_token_count += sum(sample.sampled_token_count for sample in member.samples)
         if not finished:
             raise failures[0]
         return finished, episodes.sandbox_executions

@@ -125,6 +125,11 @@ class Rollout:
         """Tokens of the current turn so far."""
         return self.token_ids[self.turn_start :]
 
+    @property
+    def sampled_token_count(self) -> int:
+        """Tokens that the model drew."""
+        return sum(end - start for start, end in self.sampled)
+
     def tokens_left(self, max_new_tokens: int) -> int:
         """How many the current turn may still sample."""
         limit = max_new_tokens if self.turn_limit_tokens is None else min(max_new_tokens, self.turn_limit_tokens)

@@ -30,10 +30,20 @@ groups_taken_up = Counter(
     "Groups that an earlier process of this runner left, by what came of them.",
     ["how"],
 )
+rollouts_given_up = Counter(
+    "slipstream_runner_rollouts_given_up",
+    "Members of groups with spare ones that were given up as enough had ended, by environment.",
+    ["environment"],
+)
 rollouts_failed = Counter(
     "slipstream_runner_rollouts_failed",
     "Members of groups that take turns which ended without a reward, by environment and reason.",
     ["environment", "reason"],
+)
+episodes_cut = Counter(
+    "slipstream_runner_episodes_cut",
+    "Rollouts that take turns whose first one was cut off at max_new_tokens, by environment.",
+    ["environment"],
 )
 samples_begun = Counter(
     "slipstream_runner_samples_begun",

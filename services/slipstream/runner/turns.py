@@ -23,6 +23,7 @@ from slipstream.runner import telemetry
 from slipstream.runner.attempt import Inference, TurnAttempt, Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout
+from slipstream.runner.spares import Spares
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.watch import WorkerWatch
 
@@ -97,6 +98,12 @@ class Conversation:
         self._request_count = 0
         self._rollouts: dict[int, Rollout] = {}
         self._wishes: dict[int, Wish] = {}
+        self._spares: Spares | None = None
+
+    @property
+    def indexed(self) -> list[tuple[int, Rollout]]:
+        """The same with their indexes."""
+        return list(self._rollouts.items())
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -107,8 +114,8 @@ class Conversation:
         """Another one, before its first turn. Its draws are those of its index."""
         self._rollouts[index] = rollout
 
-    async def answer(self, deadline_s: float) -> None:
-        """The first turn of all rollouts.
+    async def answer(self, deadline_s: float, spares: Spares | None = None) -> None:
+        """The first turn of all rollouts; with `spares`, of those that end first: the others are dropped.
 
         Cancelling the task aborts what runs at the workers and returns only when their blocks are free.
 
@@ -116,16 +123,25 @@ class Conversation:
             DeadlineExceeded: no placement brought it to an end in time.
             SlipstreamError: what no other placement can heal.
         """
+        self._spares = spares
         await self.sample(list(self._rollouts), deadline_s)
+        if spares is not None:
+            left = [rollout for index, rollout in self._rollouts.items() if spares.gives_up(index)]
+            spares.token_count += sum(rollout.sampled_token_count for rollout in left)
+            self.release_routes_of(left)
 
     async def sample(self, indexes: Sequence[int], deadline_s: float, wish: Wish | None = None) -> None:
         """A turn of rollouts that have the same tokens, in one request. Otherwise as `answer`."""
         if wish is not None:
             self._wishes |= dict.fromkeys(indexes, wish)
-        turn_log = self._turn_log
+        turn_log, spares = self._turn_log, self._spares
         asked = [i for i in indexes if turn_log is None or not turn_log.recall(i, self._rollouts[i])]
+        if spares is not None:
+            for index in indexes:
+                if index not in asked:
+                    spares.ended(index)
         try:
-            if asked:
+            if asked and not (spares is not None and spares.enough):
                 of = tracing.group_trace(self._assignment.group_id, self._assignment.attempt)
                 with tracing.span("turn", of, samples=len(asked), first_sample=asked[0]):
                     await self._sample(asked, deadline_s, ())
@@ -135,7 +151,8 @@ class Conversation:
                     del self._wishes[index]
         if turn_log is not None:
             for index in asked:
-                turn_log.keep(index, self._rollouts[index])
+                if spares is None or index in spares.taken:
+                    turn_log.keep(index, self._rollouts[index])
 
     async def reply(self, index: int, token_ids: Sequence[int], deadline_s: float) -> None:
         """The next turn of one rollout, after tokens that nobody sampled. Otherwise as `answer`."""
@@ -162,7 +179,7 @@ class Conversation:
         """Bring the turns of rollouts that share their tokens to their ends."""
         backoff_s = FIRST_BACKOFF_S
         failures = 0
-        while True:
+        while self._spares is None or not self._spares.enough:
             attempt = self._attempt(indexes)
             try:
                 async with asyncio.timeout(max(deadline_s - time.monotonic(), 0)):
@@ -204,4 +221,4 @@ class Conversation:
         rollouts = {index: self._rollouts[index] for index in indexes}
         suffix = "~".join(("", *filter(None, (self._taken_up, str(number or "")))))
         wish = self._wishes.get(next(iter(rollouts)))
-        return TurnAttempt(self._inference, self._assignment, rollouts, suffix, wish)
+        return TurnAttempt(self._inference, self._assignment, rollouts, suffix, wish, self._spares)

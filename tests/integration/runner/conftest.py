@@ -153,6 +153,8 @@ class FakeWorker(
         """Of a streamed answer; 0 sends it whole. Each but the first waits for `gate`."""
         self.gate_from = 0
         """The first so many requests pass it."""
+        self.early: list[int] = []
+        """Samples of a request that pass it, in this order."""
         self.abort_s = 0.0
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
@@ -179,6 +181,8 @@ class FakeWorker(
             async for part in self._parts(request):
                 yield part
             return
+        for index in self.early:
+            yield decode_pb2.DecodeResponse(chunks=[self._chunk(request, index)])
         if len(self.decodes) > self.gate_from:
             await self.gate.wait()
         response = decode_pb2.DecodeResponse(chunks=[self._chunk(request, i) for i in range(len(request.sample_ids))])
@@ -303,6 +307,7 @@ class World:
         samples: int = 2,
         group_id: str = "",
         version: types_pb2.PolicyVersion = VERSION,
+        needed: int = 0,
     ) -> str:
         """Hand a group to the runner; returns its id."""
         group_id = group_id or f"g{next(self._numbers)}"
@@ -315,6 +320,7 @@ class World:
                 split="train",
                 task_index=task_index,
                 sample_count=samples,
+                needed_count=needed,
                 sampling=types_pb2.Sampling(temperature=1.0, max_new_tokens=10),
                 dispatch_version=version,
                 salt="run/1.3/float32",

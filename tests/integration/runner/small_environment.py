@@ -51,6 +51,7 @@ class Counting:
             case "hangs":
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "waits":
+                self._file.with_suffix(".asked").touch()
                 while not self._file.exists():  # noqa: ASYNC110 a test makes it
                     await asyncio.sleep(0.02)
             case "talks to the runner":

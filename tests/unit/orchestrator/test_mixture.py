@@ -38,6 +38,19 @@ def test_a_filtered_group_gives_its_place_in_the_step_to_another_position():
     assert [group.position for group in sealed.groups] == [0, 5, 6, 7]
 
 
+def test_spare_members_are_those_of_training_groups_of_their_environment():
+    names = ("spared", "whole")
+    tasks = TaskSequence(7, [MixtureEntry(name, 1.0, 3) for name in names])
+    configs = {name: EnvironmentConfig(name=name, spare_samples=3 * (name == "spared")) for name in names}
+    assigner = Assigner("run", "float32", tasks, configs, 8)
+    counts = {
+        each.environment: (each.sample_count, each.needed_count)
+        for position in range(8)
+        for each in [assigner.training(Group(position, "", attempt=1), PolicyVersion(1, 0))]
+    }
+    assert counts == {"spared": (11, 8), "whole": (8, 0)}
+
+
 def test_groups_of_environments_with_the_same_tasks_have_names_and_draws_of_their_own():
     names = ("one", "other")
     tasks = TaskSequence(7, [MixtureEntry(name, 1.0, 3) for name in names])

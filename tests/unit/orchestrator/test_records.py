@@ -56,6 +56,14 @@ def test_a_report_in_order_passes():
     check_records(ASSIGNMENT, sound(0, 3), NEWEST)
 
 
+def test_no_more_members_are_taken_than_the_group_needs():
+    spared = runner_pb2.GroupAssignment(group_id="train-0", attempt=1, sample_count=4, needed_count=2)
+    check_records(spared, sound(0, 3), NEWEST)
+    with pytest.raises(InvalidRequest) as refused:
+        check_records(spared, sound(0, 1, 3), NEWEST)
+    assert refused.value.metadata == {"field": "rollouts", "limit": "2"}
+
+
 @pytest.mark.parametrize("reward", [1e308, -1e200])
 def test_a_reward_whose_square_is_not_finite_is_refused(reward: float):
     report = sound(0, 1)
