@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Set
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model, field_validator
 
@@ -54,6 +54,14 @@ OF_GATEWAY = "Run it: outside agents then drive sessions, whose trajectories tra
 GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""
 OF_GROUPS = "Ranks of a data-parallel group, a process each; replicas then counts groups."
+
+PLACED = ("trainer", "prefill", "decode")
+"""Services whose processes compute on cards of their own."""
+Card = Annotated[int, Field(ge=0, le=1023)]
+OF_DEVICES = (
+    "Cards of this machine that it computes on, from 0, shared out among its processes in their order. Empty: what "
+    "CUDA picks, the first one for all."
+)
 
 FILLED = frozenset(
     {
@@ -146,6 +154,8 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
         fields["replicas"] = (int, replicas)
     if service in GROUPED:
         fields["data_parallel_size"] = (int, Field(default=1, ge=1, le=64, description=OF_GROUPS))
+    if service in PLACED:
+        fields["devices"] = (list[Card], Field(default_factory=list[int], max_length=1024, description=OF_DEVICES))
     return create_model(f"{service.capitalize()}Section", __base__=_Made, __doc__=config_class.__doc__, **fields)
 
 

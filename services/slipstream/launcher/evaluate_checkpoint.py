@@ -25,6 +25,7 @@ from slipstream.launcher.errors import RunDirError, RunFailedError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers
 from slipstream.launcher.mooncake import mooncake_specs
 from slipstream.launcher.needs import check_memory
+from slipstream.launcher.placement import variables_of
 from slipstream.launcher.ports import LOOPBACK, PortLease, assign_endpoints, take_ports
 from slipstream.launcher.records import Record, read_run
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
@@ -92,7 +93,8 @@ async def _evaluate(
         raise RunDirError(f"{run.path} cannot be written: {error.strerror}") from None
     run.record("run_started", argv=sys.argv[1:])
     access = access_to(run)
-    stages = [[valkey_spec(run, socket), *mooncake_specs(config, run)], service_specs(run, endpoints, access, configs)]
+    stores = [valkey_spec(run, socket), *mooncake_specs(config, run)]
+    stages = [stores, service_specs(config, run, endpoints, access, configs)]
     say(f"starting {sum(map(len, stages))} processes in {shown(run.path)}")
     told_s = time.monotonic()
 
@@ -105,7 +107,7 @@ async def _evaluate(
 
     async def work() -> None:
         say("publishing the weights")
-        await _publish(run)
+        await _publish(config, run)
         say("asking")
         async with open_channel(endpoints["orchestrator"], access) as channel:
             await progress.watch_run(channel, on_run)
@@ -136,9 +138,10 @@ def _asking(orchestrator: ServiceConfig, request: Request) -> ServiceConfig:
     return orchestrator.model_copy(update=update)
 
 
-async def _publish(run: RunDir) -> None:
+async def _publish(config: RunConfig, run: RunDir) -> None:
     """Read and publish the weights, in a process that ends with it. Raises `RunFailedError`."""
-    command = child.guarded(service_command("slipstream.trainer.publish_once", run, PUBLISHER))
+    cards = variables_of(config, PUBLISHER)
+    command = child.guarded(service_command("slipstream.trainer.publish_once", run, PUBLISHER, cards))
     with run.output_file(PUBLISHER).open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, process_group=0

@@ -124,7 +124,7 @@ def _resolve_one(
     config_class = SERVICES[service]
     values = {name: value for name, value in shared.items() if name in config_class.model_fields}
     values |= config.section(service).model_dump(
-        exclude_unset=True, exclude={"replicas", "data_parallel_size", "enabled"}
+        exclude_unset=True, exclude={"replicas", "data_parallel_size", "enabled", "devices"}
     )
     if isinstance(_setting(config, service, "engine") if service in GROUPED else None, VllmConfig):
         parallel = values["engine"].setdefault("parallel", {})

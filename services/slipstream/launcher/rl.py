@@ -62,7 +62,7 @@ async def _run_rl(
     run.record("run_started", argv=sys.argv[1:])
     access = access_to(run)
     stores = [valkey_spec(run, socket), *mooncake_specs(config, run)]
-    stages = [stores, service_specs(run, endpoints, access, configs)]
+    stages = [stores, service_specs(config, run, endpoints, access, configs)]
     count = sum(map(len, stages))
     display.say(f"run {run.name}: starting {count} processes ({', '.join(_kinds(stages))}) in {shown(run.path)}")
     if config.replicas("gateway"):

@@ -16,6 +16,8 @@ from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig, TlsConfig, dump_toml
 from slipstream.common.tls import TlsMaterial
+from slipstream.launcher.config import RunConfig
+from slipstream.launcher.placement import variables_of
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.rundir import RunDir
 from slipstream.trainer.config import TrainerConfig
@@ -61,12 +63,13 @@ def access_to(run: RunDir) -> Access:
 
 
 def service_specs(
-    run: RunDir, endpoints: Mapping[str, str], access: Access, configs: Mapping[str, ServiceConfig]
+    config: RunConfig, run: RunDir, endpoints: Mapping[str, str], access: Access, configs: Mapping[str, ServiceConfig]
 ) -> list[ProcessSpec]:
+    """Raises `ConfigError` for a card that is not there."""
     return [
         ProcessSpec(
             replica,
-            service_command(f"slipstream.{service_of(replica)}", run, replica),
+            service_command(f"slipstream.{service_of(replica)}", run, replica, variables_of(config, replica)),
             log_file=run.log_file(replica),
             output_file=run.output_file(replica),
             ready=HealthCheck(address, access),
@@ -77,8 +80,10 @@ def service_specs(
     ]
 
 
-def service_command(module: str, run: RunDir, replica: str) -> tuple[str, ...]:
-    return ("/usr/bin/env", *ONE_THREAD, sys.executable, "-m", module, "@", str(run.service_config(replica)))
+def service_command(module: str, run: RunDir, replica: str, variables: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """`variables`: `NAME=VALUE` of its environment."""
+    started = (sys.executable, "-m", module, "@", str(run.service_config(replica)))
+    return ("/usr/bin/env", *ONE_THREAD, *variables, *started)
 
 
 class HealthCheck:

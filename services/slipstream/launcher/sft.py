@@ -13,6 +13,7 @@ from types import FrameType
 from slipstream.common.config import dump_toml
 from slipstream.launcher import child
 from slipstream.launcher.config import RunConfig
+from slipstream.launcher.placement import variables_of
 from slipstream.launcher.ports import LOOPBACK
 from slipstream.launcher.resolve import resolve
 from slipstream.launcher.rundir import RunLock, create_run_dir, shown
@@ -37,7 +38,7 @@ def run_sft(config: RunConfig) -> int:
     write_configs(run, {REPLICA: resolve(config, run, nowhere, redis_url="redis://localhost")[REPLICA]})
     print(f"warming up in {shown(run.path)}; log: {shown(run.log_file(REPLICA))}", flush=True)
     try:
-        code = run_children([service_command("slipstream.trainer.sft", run, REPLICA)])
+        code = run_children([service_command("slipstream.trainer.sft", run, REPLICA, variables_of(config, REPLICA))])
     finally:
         lock.release()
     if code is None:

@@ -210,6 +210,11 @@ class TrainerConfig(ServiceConfig):
     rows_window_bytes: int = Field(default=256 * 2**20, ge=2)
     """Rows held at once: half of them being fetched, half being trained on, but of a micro-batch each at least."""
 
+    save_weights: bool = True
+    """Write all weights of step 0 to `<run_dir>/model` and the last ones to `checkpoints/final`. false is for runs of
+    which nothing but figures is wanted, as a large model takes long to write. Checkpoints and adapters are written all
+    the same."""
+
     probe_tokens: int = Field(default=12, ge=2)
     """Tokens of the probe prompt published with each version."""
 
@@ -222,6 +227,14 @@ class TrainerConfig(ServiceConfig):
 
     timeline_limit_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Bytes of the trainer's files under timeline/; the older half goes when they are reached."""
+
+    @model_validator(mode="after")
+    def _check_saved(self) -> TrainerConfig:
+        if not self.save_weights and self.loss.reference_kl_coefficient:
+            raise ValueError(
+                "save_weights: loss.reference_kl_coefficient compares with the weights of step 0; say true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_parallel(self) -> TrainerConfig:

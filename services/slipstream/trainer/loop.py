@@ -447,7 +447,10 @@ class TrainingLoop:
 
 
 def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
-    """Write the final weights as a model directory that another run can start from, and adapters by themselves, too."""
+    """Write the final weights as a model directory that another run can start from, and adapters by themselves.
+
+    The former only where the configuration has `save_weights`.
+    """
     from slipstream.models.checkpoint import save_model, save_tensors
     from slipstream.models.lora.adapters import adapters_of
     from slipstream.models.lora.peft import save_adapters
@@ -455,19 +458,19 @@ def _save(learner: Learner, config: TrainerConfig, status: Status) -> None:
     final = config.run_dir / "checkpoints" / "final"
     adapters = adapters_of(learner.model)
     halves = {} if adapters is None else adapters.tensors()  # all ranks take part
-    tensors = {} if learner.world.alone else learner.whole_tensors()
+    tensors = learner.whole_tensors() if config.save_weights and not learner.world.alone else {}
     if learner.world.rank:
         return
 
     def save() -> None:
         if tensors:
             save_tensors(learner.model.sizes, tensors, final)
-        else:
+        elif config.save_weights:
             save_model(learner.model, final)
         if adapters is not None:  # beside it: in it, transformers would add them once more
             base_model = str(config.model_dir.resolve())
             save_adapters(adapters, halves, base_model, config.run_dir / "checkpoints" / "adapter")
-        if (config.model_dir / TOKENIZER_FILE).exists():
+        if config.save_weights and (config.model_dir / TOKENIZER_FILE).exists():
             replace_file(final / TOKENIZER_FILE, (config.model_dir / TOKENIZER_FILE).read_bytes())
 
     write_when_room(save, status)

@@ -6,6 +6,7 @@ Imports torch inside its functions: they are called on that thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.config import ConfigError
@@ -109,7 +110,10 @@ def _await_start(world: World, status: Status) -> None:
 def make_model(
     config: TrainerConfig, on_progress: Callable[[SftProgress], None], status: Status
 ) -> tuple[Model, dict[str, float]]:
-    """Load or warm up the model, write its weights to the model directory, and return it with its figures."""
+    """Load or warm up the model, write its weights to the model directory unless told otherwise.
+
+    Returns it with its figures.
+    """
     from slipstream.models.checkpoint import load_model, save_model
 
     figures: dict[str, float] = {}
@@ -118,10 +122,13 @@ def make_model(
         model = load_model(sizes, config.initial_model)
     else:
         architecture = find_architecture(sizes.architecture)
-        model = architecture.build_model(sizes)
+        with _birthplace(config):
+            model = architecture.build_model(sizes)
         architecture.init_weights(model, config.seed)
         if config.sft.enabled:
             figures = _warm_up(model, config, on_progress)
+    if not config.save_weights:
+        return model, figures
     scratch = config.model_dir / ".new"
 
     def save() -> None:
@@ -130,6 +137,18 @@ def make_model(
 
     write_when_room(save, status)
     return model, figures
+
+
+def _birthplace(config: TrainerConfig) -> AbstractContextManager[object]:
+    """Where a random start is drawn: a large one on its card at once, which a CPU would be at for minutes.
+
+    Warm-ups compute on the CPU, and of several ranks none has room for all of it on its card.
+    """
+    if config.compute.device == "cpu" or config.sft.enabled or config.group.rank_count > 1:
+        return nullcontext()
+    from slipstream.trainer.compute import device_of
+
+    return device_of(config.compute, config.group.place)
 
 
 def sft_figures(progress: SftProgress) -> dict[str, float]:
