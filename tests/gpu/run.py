@@ -29,6 +29,8 @@ MEDIUM = LARGE.replace("2048", "1024") + " --expert-dim 128"
 LARGE += " --expert-dim 256"
 """7.0 GB; the medium one 1.7 GB, of which a version every 2 s can be brought."""
 
+RUN = [sys.executable, "loadtests/two_cards.py", "--runs", "/tmp/runs", "--limit-s"]
+
 STAGES: dict[str, tuple[int, list[str]]] = {
     "smoke": (240, [*PYTEST, "tests/engine/test_update.py", *ON_GPU, "-k", "back_and_forth", "-x", "-s"]),
     "suite32": (540, [*PYTEST, "tests/engine", *ON_GPU]),
@@ -42,12 +44,19 @@ STAGES: dict[str, tuple[int, list[str]]] = {
     "load_medium": (300, [*LOAD, *MEDIUM.split(), "--parts", "service,updates", "--seconds", "8"]),
     "load_memory": (300, [*LOAD, *LARGE.split(), "--parts", "memory"]),
 }
-"""Seconds and command of each."""
+"""Seconds and command of each. Those of two cards are not run unless named: they are in `TWO_CARDS`."""
+
+TWO_CARDS: dict[str, tuple[int, list[str]]] = {
+    "x2_smoke": (150, [*RUN, "120", "@", "examples/h200-x2.toml", "@", "examples/h200-x2-tiny.toml"]),
+    "x2": (260, [*RUN, "220", "@", "examples/h200-x2.toml"]),
+    "x2_prefill": (260, [*RUN, "220", "@", "examples/h200-x2.toml", "@", "examples/h200-x2-prefill.toml"]),
+}
+"""The same on two."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}")
+    parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES | TWO_CARDS)}")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shards", type=int, default=1, help="processes that share the files of a stage of tests")
     parser.add_argument("--cards", type=int, default=1, help="that the shards are spread over")
@@ -55,8 +64,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     outcome: dict[str, dict[str, object]] = {}
     for name in options.stages or STAGES:
-        limit_s, command = STAGES[name]
-        if name.startswith("load"):
+        limit_s, command = (STAGES | TWO_CARDS)[name]
+        if name.startswith(("load", "x2")):
             command = [*command, "--json", str(options.out / f"{name}.json")]
         with ThreadPoolExecutor(options.shards) as pool:
             parts = sharded(name, command, options.shards)

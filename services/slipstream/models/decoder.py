@@ -94,9 +94,9 @@ def dense_views(model: Any) -> dict[str, Tensor]:
 def random_start(model: Any, seed: int, residual_outputs: tuple[str, ...] = ("wo.weight", "w2.weight")) -> None:
     """Random start: normal, 1/sqrt(fan in), residual outputs scaled down by depth.
 
-    The same for the same seed on the same kind of device. Norms start at 1, biases at 0. Embeddings have unit variance unless they are the head too: with the usual 0.02 the
-    residual stream forgets which token it stands on as soon as the first block adds to it, and a model as small as the
-    demo's learned to spell half as fast.
+    The same for the same seed on the same kind of device. Norms start at 1, biases at 0. Embeddings have unit variance
+    unless they are the head too: with the usual 0.02 the residual stream forgets which token it stands on as soon as
+    the first block adds to it, and a model as small as the demo's learned to spell half as fast.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     residual_scale = 1.0 / math.sqrt(2 * model.sizes.n_layers)
