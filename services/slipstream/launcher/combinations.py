@@ -19,6 +19,7 @@
 | an evaluation without tasks | it would report nothing |
 | a store that cannot hold the versions to keep | publishing is refused for ever |
 | a spool that cannot hold the groups of a step | no new group is taken, and the step is never full |
+| an environment that runs programs, and no sandbox | every execution fails |
 | a judge that may run longer than the sandbox allows | every execution is refused |
 | a lease shorter than two heartbeats | it ends while its runner lives |
 | cards that cannot be shared out (`placement.py`) | two ranks would take the same one |
@@ -258,6 +259,11 @@ def _sandbox(config: RunConfig) -> Iterator[Problem]:
             ]
         else:
             asked = []
+        if asked and not config.replicas("sandbox"):
+            yield (
+                ("sandbox.enabled", f"environments.{index}.type"),
+                f'is false, and environments.{index} is of type "{environment.type}", which runs programs there',
+            )
         for name, needed, limit, allowed in asked:
             if needed > allowed:
                 given = getattr(environment, name)

@@ -49,7 +49,11 @@ OF_PREFILL = (
     "Processes of this service. 0: decode workers compute the prompts themselves; the rest of [prefill] is for nothing."
 )
 
-OF_GATEWAY = "Run it: outside agents then drive sessions, whose trajectories train."
+OPTIONAL = {
+    "sandbox": (True, "Run it. false is for environments that run no programs, where its jail cannot be had."),
+    "gateway": (False, "Run it: outside agents then drive sessions, whose trajectories train."),
+}
+"""Services that can be left out, and whether they run unless told."""
 
 GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""
@@ -146,8 +150,9 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
     if service == "trainer":  # its decay ends where the run ends
         optim = create_model("OptimSection", __base__=_Made, **_fields_of(OptimConfig, {"total_steps"}))
         fields["optim"] = (optim, optim())
-    if service == "gateway":
-        fields["enabled"] = (bool, Field(default=False, description=OF_GATEWAY))
+    if service in OPTIONAL:
+        enabled, what = OPTIONAL[service]
+        fields["enabled"] = (bool, Field(default=enabled, description=what))
     if service in REPLICATED:
         least, what = (0, OF_PREFILL) if service == "prefill" else (1, "Processes of this service.")
         replicas = Field(default=REPLICATED[service], ge=least, le=64, description=what)

@@ -33,7 +33,7 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
     sizes = sizes or config.model
     weights = 4 * sizes.parameter_count(sizes.vocab_size or 128)
     total = MIB * (BASE_MIB["valkey"] + BASE_MIB["orchestrator"] + BASE_MIB["broadcaster"])
-    total += MIB * (BASE_MIB["router"] + BASE_MIB["sandbox"] + BASE_MIB["trainer"]) + TRAINER_COPIES * weights
+    total += MIB * (BASE_MIB["router"] + BASE_MIB["trainer"]) + TRAINER_COPIES * weights
     trainer: Any = config.section("trainer")
     total += weights if trainer.loss.reference_kl_coefficient else 0
     for pool in ("prefill", "decode"):
@@ -45,7 +45,7 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
             kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
         total += config.replicas(pool) * config.data_parallel_size(pool) * (MIB * base + copies * weights + kv)
     total += MIB * config.replicas("runner") * ENVIRONMENT_MIB * max(1, len(config.environments))
-    return total + MIB * sum(config.replicas(name) * BASE_MIB[name] for name in ("runner", "gateway"))
+    return total + MIB * sum(config.replicas(name) * BASE_MIB[name] for name in ("runner", "gateway", "sandbox"))
 
 
 def check_memory(config: RunConfig, available: Callable[[], int] = available_bytes) -> None:

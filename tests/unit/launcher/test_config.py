@@ -76,6 +76,17 @@ def test_every_service_gets_a_process_and_pools_get_several(config):
     assert [replica for replica in replicas if service_of(replica) == "decode"] == ["decode-1", "decode-2", "decode-3"]
 
 
+def test_without_a_sandbox_none_is_started_and_runners_have_no_address_of_one(toml, run):
+    toml.write_text(TOML.replace('type = "expression"', 'type = "reasoning_gym"\nname = "sums"\ndataset = "chain_sum"'))
+    config = load_config(RUN_CONFIG, [toml], ["sandbox.enabled=false"])
+    check(config)
+    replicas = replicas_of(config)
+    assert "sandbox" not in replicas
+    endpoints = {replica: f"127.0.0.1:{port}" for port, replica in enumerate(replicas, start=1)}
+    runner = resolve(config, run, endpoints, redis_url="redis://localhost")["runner-1"]
+    assert runner.model_dump()["sandbox_address"] == ""
+
+
 def test_a_gateway_listens_beside_its_port_and_sessions_are_told_where(toml, run):
     for overrides, port in (([], 25000), (["gateway.http-port=8080"], 8080)):
         config = load_config(RUN_CONFIG, [toml], ["gateway.enabled=true", *overrides])

@@ -197,6 +197,7 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--environments.0.evaluation-task-count=0 --environments.1.evaluation-task-count=0", "--environments.0.evaluation-task-count: evaluation.before is true, but every environment has"),
         ("--broadcaster.max-store-bytes=1000000", "--broadcaster.max-store-bytes is 1000000; 3 kept versions of this model and a new one need "),
         ("--orchestrator.groups-per-step=1000000", "--orchestrator.groups-per-step: runner.spool_limit_bytes is 268435456; the 8000000 rollouts"),
+        ("--sandbox.enabled=false", '--sandbox.enabled is false, and environments.1 is of type "expression", which runs programs there'),
         ("--environments.1.sandbox-wall-s=601", "--environments.1.sandbox-wall-s is 601, above sandbox.max_limits.wall_s = 600"),
         ("--orchestrator.runner-lease-ttl-s=1", "--orchestrator.runner-lease-ttl-s is 1; runners report each second"),
         ("--orchestrator.keeper.away-after-s=1", "--orchestrator.keeper.away-after-s is 1; it must exceed orchestrator.keeper.poll_interval_s = 1"),
