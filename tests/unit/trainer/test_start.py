@@ -154,3 +154,16 @@ async def test_a_stop_ends_the_wait_for_room(small_disk):
         with pytest.raises(Stopped):
             await starting
     assert {file.name for file in (disk.path / "model").iterdir()} <= {"config.json", "tokenizer.json", ".new"}
+
+
+def test_a_large_model_s_weights_need_not_be_written(tmp_path):
+    given = config(tmp_path, save_weights=False).model_copy(update={"sft": SftConfig(enabled=False)})
+    prepare_model_dir(given)
+    learner, _ = start(given, Status())
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {"config.json", "tokenizer.json"}
+    assert all(parameter.isfinite().all() for parameter in learner.model.parameters())
+
+
+def test_a_loss_with_a_reference_needs_the_weights_written(tmp_path):
+    with pytest.raises(ValueError, match="save_weights: loss"):
+        config(tmp_path, save_weights=False, loss={"type": "clipped", "reference_kl_coefficient": 0.1})
