@@ -54,7 +54,6 @@ class Watched:
         self.steps: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
         self.began_s = time.time()
-        self._up = False
 
     def note(self, kind: str, **values: Any) -> None:
         with self._out.open("a") as out:
@@ -62,22 +61,17 @@ class Watched:
 
     def look(self) -> None:
         """Write down what is new in the run's records."""
-        if not self._up and (record := next(self._training(), None)) is not None:
-            self._up = True
-            self.note("up", up_s=round(record["time_s"] - self.began_s, 1))
         records = list(read_json_lines(self.directory / "metrics.jsonl"))
         for record in records[self._seen :]:
-            if record["kind"] == "step":
+            if record["kind"] == "phase" and record["phase"] == "training":
+                self.note("up", up_s=round(record["time_s"] - self.began_s, 1))
+            elif record["kind"] == "step":
                 self.steps.append(picked(record, STEP_FIELDS))
                 self.note("step", **self.steps[-1])
             elif record["kind"] == "update":
                 self.updates.append(picked(record, UPDATE_FIELDS))
                 self.note("update", **self.updates[-1])
         self._seen = len(records)
-
-    def _training(self) -> Iterable[dict[str, Any]]:
-        records = read_json_lines(self.directory / "metrics.jsonl")
-        return iter([each for each in records if each["kind"] == "phase" and each["phase"] == "training"])
 
     def summary(self, ended: str) -> dict[str, Any]:
         """Of all steps but the first, whose kernels are compiled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -48,11 +49,10 @@ def test_each_record_is_written_once_and_the_summary_leaves_the_first_step_out(t
 
 
 async def test_noise_tells_the_members_of_a_group_apart_and_is_the_same_each_time():
-    from noise import Noise
-
+    noise = importlib.import_module("noise").Noise
     config = ImportedConfig(name="noise", path="noise:Noise", options={"prompt_characters": 9})
     task, answers = Task("train", 3), [Completion("", stopped=False)] * 4
-    first, second = Noise(config, 1), Noise(config, 1)
+    first, second = noise(config, 1), noise(config, 1)
     assert first.prompt(task) == second.prompt(task)
     assert len(first.prompt(task)) == 9
     scores = [await each.score(task, answers, None) for each in (first, second)]
