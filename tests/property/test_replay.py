@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.algorithms.staleness import Phase
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.orchestrator.journal import Journal
@@ -23,6 +26,7 @@ from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.replay import replay
 from slipstream.orchestrator.run_state import RunPhase, RunState
 from slipstream.orchestrator.sequencer import Sequencer, task_sequence
+from slipstream.orchestrator.summary import Summarizer, summary_of
 
 
 def config_of(directory: Path, **fields: Any) -> OrchestratorConfig:
@@ -44,8 +48,10 @@ def config_of(directory: Path, **fields: Any) -> OrchestratorConfig:
 class Life:
     """A run whose orchestrator is killed now and then, its runner and its trainer, too."""
 
-    def __init__(self, config: OrchestratorConfig, seed: int) -> None:
+    def __init__(self, config: OrchestratorConfig, seed: int, journal_limit_bytes: int, runner: asyncio.Runner) -> None:
         self.config = config
+        self.journal_limit_bytes = journal_limit_bytes
+        self.wait_for = runner.run
         self.random = random.Random(seed)
         self.now = 0.0
         self.incarnation = 1
@@ -57,7 +63,7 @@ class Life:
 
     def start(self) -> None:
         config = self.config
-        self.journal = Journal(config.run_dir / "journal" / "journal.jsonl")
+        self.journal = Journal(config.run_dir / "journal" / "journal.jsonl", self.journal_limit_bytes)
         self.metrics = MetricsFile(config.run_dir / "metrics.jsonl", lambda: self.now)
         self.state = RunState(config.run_id, config.total_steps, self.metrics)
         self.state.enter(RunPhase.TRAINING)
@@ -72,11 +78,15 @@ class Life:
             clock=lambda: self.now,
         )
         records = self.journal.take_recovered()
+        environment_of = task_sequence(config).environment_of
+        history = replay(records, environment_of) if records else None
+        self.journal.summarizer = Summarizer(environment_of, history)
+        self.journal.frontier = self.sequencer.frontier
         bound = None if config.environments[0].age_out == "mask" else config.max_off_policy_steps
         facts = {"run_id": config.run_id, "seed": config.seed, "max_off_policy_steps": bound}
         self.journal.append("resumed" if records else "run", **facts)
-        if records:
-            self.sequencer.resume(replay(records, task_sequence(config).environment_of))
+        if history is not None:
+            self.sequencer.resume(history)
         self.serve(self.trainer_step)
         self.runner = self.leases.renew("runner-1", "1")
 
@@ -85,7 +95,9 @@ class Life:
         before = self.sequencer
         self.journal.close()
         self.metrics.close()
-        history = replay(Journal(self.journal.path).take_recovered(), task_sequence(self.config).environment_of)
+        records = Journal(self.journal.path).take_recovered()
+        check_records(records)
+        history = replay(records, task_sequence(self.config).environment_of)
         machine = before.machine
         known = {group.position: group for group in machine} | {
             # Whoever waits is parked once more if its environment still is.
@@ -190,6 +202,8 @@ class Life:
 
     def event(self, kind: int) -> None:
         self.now += 0.1
+        if self.random.random() < 0.5:
+            self.wait_for(self.journal.sync())
         match kind:
             case 0 | 1 | 2:
                 self.acquire()
@@ -250,12 +264,17 @@ def settings_of_a_run(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(settings_of_a_run(), st.integers(0, 2**32), st.lists(st.integers(0, 13), min_size=20, max_size=120))
+@given(
+    settings_of_a_run(),
+    st.integers(0, 2**32),
+    st.lists(st.integers(0, 13), min_size=20, max_size=120),
+    st.sampled_from([0, 2 << 10, 4 << 10, 16 << 10]),
+)
 def test_a_run_that_is_killed_anywhere_goes_on_and_keeps_one_outcome_a_position(
-    fields: dict[str, Any], seed: int, events: list[int]
+    fields: dict[str, Any], seed: int, events: list[int], journal_limit_bytes: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        life = Life(config_of(Path(directory), **fields), seed)
+    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
+        life = Life(config_of(Path(directory), **fields), seed, journal_limit_bytes, runner)
         for kind in events:
             life.event(kind)
         life.to_the_end()
@@ -263,4 +282,44 @@ def test_a_run_that_is_killed_anywhere_goes_on_and_keeps_one_outcome_a_position(
         life.journal.close()
         checked = check_records(Journal(life.journal.path).take_recovered())
         assert checked.trained_step == checked.sealed_step
-        assert checked.frontier == len(checked.attempts)
+        assert checked.frontier == checked.reached
+
+
+@settings(max_examples=40, deadline=None)
+@given(settings_of_a_run(), st.integers(0, 2**32), st.lists(st.integers(0, 13), min_size=20, max_size=120))
+def test_the_segments_that_are_left_say_what_all_of_them_say(
+    fields: dict[str, Any], seed: int, events: list[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
+        config = config_of(Path(directory), **fields)
+        life = Life(config, seed, 4 << 10, runner)
+        life.journal.frontier = lambda: -1  # nothing goes
+        for kind in events:
+            life.event(kind)
+            life.journal.frontier = lambda: -1
+        life.journal.close()
+        records = Journal(life.journal.path).take_recovered()
+        assert records[0]["n"] == 0
+        environment_of = task_sequence(config).environment_of
+        whole, whole_checked = replay(records, environment_of), check_records(records)
+        for index, record in enumerate(records):
+            if record["kind"] != "summary":
+                continue
+            before = replay(records[:index], environment_of)
+            assert {**record, **summary_of(before)} == record
+            left = records[index:]
+            gone = whole.sealed.keys() - sealed_in(left)
+            if gone:
+                if max(gone) > whole.released_step:
+                    with pytest.raises(JournalCorrupt, match="its plan is gone"):
+                        replay(left, environment_of)
+                continue
+            assert summary_of(replay(left, environment_of)) == summary_of(whole)
+            assert replay(left, environment_of).sealed == whole.sealed
+            checked = check_records(left)
+            assert (checked.frontier, checked.reached) == (whole_checked.frontier, whole_checked.reached)
+            assert (checked.running, checked.trained_step) == (whole_checked.running, whole_checked.trained_step)
+
+
+def sealed_in(records: list[dict[str, Any]]) -> set[int]:
+    return {record["step"] for record in records if record["kind"] == "sealed"}

@@ -46,9 +46,10 @@ from slipstream.orchestrator.redis_mirror import RedisMirror
 from slipstream.orchestrator.releaser import RowsReleaser
 from slipstream.orchestrator.resume import earlier_history, take_up
 from slipstream.orchestrator.run_state import RunState
-from slipstream.orchestrator.sequencer import Sequencer
+from slipstream.orchestrator.sequencer import Sequencer, task_sequence
 from slipstream.orchestrator.servicer import BatchServicer, RunnerServicer
 from slipstream.orchestrator.session_desk import SessionDesk
+from slipstream.orchestrator.summary import Summarizer
 from slipstream.orchestrator.supervisor import Supervisor
 from slipstream.orchestrator.tracking.feed import TrackerFeed
 from slipstream.orchestrator.tracking.trackers import TrackedRun
@@ -73,6 +74,7 @@ class Orchestrator:
         )
         self.journal = Journal(config.run_dir / "journal" / "journal.jsonl", config.journal_limit_bytes)
         history = earlier_history(self.journal, config)
+        self.journal.summarizer = Summarizer(task_sequence(config).environment_of, history)
         if self.journal.recovered.cut_bytes:
             log.warning("journal_tail_cut", path=str(self.journal.path), cut_bytes=self.journal.recovered.cut_bytes)
         masked = any(environment.age_out == "mask" for environment in config.environments)
@@ -161,7 +163,7 @@ class Orchestrator:
             ),
             (
                 run_pb2_grpc.add_RunServiceServicer_to_server,
-                RunServicer(self.state, self.sequencer, self.checkpoints, self.supervisor.end),
+                RunServicer(self.state, self.sequencer, self.checkpoints, self.journal, self.supervisor.end),
                 "slipstream.api.run.v1.RunService",
             ),
         ]

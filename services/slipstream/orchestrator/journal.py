@@ -6,8 +6,9 @@ a crash leaves: it is cut off and reported. Anything else that does not check ou
 is refused.
 
 Records that find no room on the disk wait in memory, in order, and `sync` says so. A file that is
-long enough becomes a segment, `journal-<n of its first record>.jsonl`. Beyond the bound the oldest segments go, as
-soon as every position they speak of has ended.
+long enough becomes a segment, `journal-<n of its first record>.jsonl`, and the next file begins with a summary of all
+that came before it (`summary.py`). Beyond the bound the oldest segments go, as soon as every position they speak of has
+ended, and the summary that stands for them is on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -52,6 +53,18 @@ class Segment:
     last_position: int
 
 
+class Summarizes(Protocol):
+    """Follows the records, and sums them up."""
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in what was appended."""
+        ...
+
+    def fields(self) -> dict[str, Any] | None:
+        """What a summary says; None where there can be none."""
+        ...
+
+
 class Journal:
     """Appends records. `append` hands them to the kernel at once, if there is room; `sync` puts them on disk."""
 
@@ -60,6 +73,10 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.frontier = frontier
+        self.summarizer: Summarizes | None = None
+        """Set before the first record is appended; without one, no segment has a summary."""
+        self._head_bytes = 0
+        """Size of the summary that the file begins with."""
         self._limit_bytes = limit_bytes
         self._fd = _open(path)
         self._segments: deque[Segment] = deque()
@@ -95,6 +112,8 @@ class Journal:
         self._next = _number_after(records + part.records) or 0
         self._first = self._next - len(part.records)
         self._last_position = _last_position(part.records)
+        if part.records and part.records[0]["kind"] == "summary":
+            self._head_bytes = data.index(b"\n") + 1
         return Recovered(records + part.records, part.cut_bytes)
 
     def take_recovered(self) -> list[dict[str, Any]]:
@@ -109,6 +128,22 @@ class Journal:
 
     def append(self, kind: str, **fields: object) -> None:
         """Add one record; once written it outlives this process, but not the machine until `sync`."""
+        if self._first == self._next > 0:
+            self._append_head(self._sum_up())  # killed between two segments
+        record = self._append(kind, fields)
+        if self.summarizer is not None:
+            self.summarizer.take(record)
+
+    def _sum_up(self) -> dict[str, Any] | None:
+        return {} if self.summarizer is None else self.summarizer.fields()
+
+    def _append_head(self, summary: Mapping[str, object] | None) -> None:
+        if summary:
+            before_bytes = self._size_bytes + self.waiting_bytes
+            self._append("summary", summary)
+            self._head_bytes = self._size_bytes + self.waiting_bytes - before_bytes
+
+    def _append(self, kind: str, fields: Mapping[str, object]) -> dict[str, Any]:
         record = {"n": self._next, "kind": kind, "time_s": round(time.time(), 4), **fields}
         body = json.dumps(record, separators=(",", ":")).encode()
         line = b"%08x %b\n" % (zlib.crc32(body), body)
@@ -118,6 +153,7 @@ class Journal:
         self._waiting.append(line)
         self.waiting_bytes += len(line)
         self.flush()
+        return record
 
     def flush(self) -> bool:
         """Hand waiting records to the kernel; False while the disk has no room."""
@@ -149,6 +185,13 @@ class Journal:
                 raise DiskFull(f"the disk of {self.path} is full", path=self.path)
             self._limit()
 
+    async def settle(self) -> None:
+        """`sync`, as far as there is room: on a full disk the run pauses, and the records wait in memory, in order."""
+        try:
+            await asyncio.shield(self.sync())
+        except DiskFull as error:
+            log.warning("journal_not_synced", detail=error.message)
+
     async def _sync_written(self) -> bool:
         count, size_bytes = len(self._unsynced), self._size_bytes
         try:
@@ -170,9 +213,15 @@ class Journal:
         return True
 
     def _limit(self) -> None:
-        """Start a new file when this one, all on disk, is long enough, and drop the oldest beyond the bound."""
-        if not self._limit_bytes or self._size_bytes < self._limit_bytes // SEGMENTS or self._unsynced or self._waiting:
+        """Drop the oldest files beyond the bound, and start a new one when this one, all on disk, is long enough."""
+        if not self._limit_bytes or self._unsynced or self._waiting:
             return
+        self._drop_oldest()
+        if self._size_bytes - self._head_bytes < self._limit_bytes // SEGMENTS:
+            return
+        summary = self._sum_up()
+        if summary is None:
+            return  # what came before could not be done without
         fresh = self.path.with_suffix(".new")
         try:
             descriptor = _open(fresh)
@@ -187,8 +236,8 @@ class Journal:
         self._segments.append(Segment(segment, self._size_bytes, self._last_position))
         os.close(self._fd)
         self._fd, self._first = descriptor, self._next
-        self._size_bytes = self._synced_bytes = 0
-        self._drop_oldest()
+        self._size_bytes = self._synced_bytes = self._head_bytes = 0
+        self._append_head(summary)
 
     def _drop_oldest(self) -> None:
         total_bytes = sum(segment.size_bytes for segment in self._segments)

@@ -15,6 +15,7 @@ with the record that breaks a rule, or 2 where the journal cannot be read.
 | lineage | steps are sealed, trained and trained again in order; a restore goes back to a step that was trained |
 | end | a run that finished leaves no position open, and no sealed step untrained |
 | prefix | with --prefix N: exactly the positions below N were trained |
+| summary | at the head of a segment: it says what the records before it say, or stands for them where they are gone |
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Checked:
 
     bound: int | None = None
     """Versions that a group may lag; None: tokens are masked instead, or it is not known."""
+    first_record: int = 0
+    """The first that is left; those before are known by its summary alone."""
     processes: int = 0
     served: str = ""
     """What this process of the orchestrator heard."""
@@ -61,6 +64,12 @@ class Checked:
     steps: dict[int, int] = field(default_factory=dict[int, int])
     """Positions that are sealed, and their step."""
     skipped_steps: set[int] = field(default_factory=set[int])
+    reached: int = 0
+    """The lowest position that nothing was said of."""
+    before: int = 0
+    """Positions below it, but those in `attempts`, had ended before the first record that is left."""
+    ended_before: Counter[str] = field(default_factory=Counter[str])
+    """What those came to: positions by outcome."""
     counts: Counter[str] = field(default_factory=Counter[str])
 
     def take(self, record: Record) -> None:
@@ -72,6 +81,8 @@ class Checked:
                 self.processes += 1
                 self.served = ""  # of a run that has finished it says so once more, and no more
                 self.bound = record.get("max_off_policy_steps")
+            case "summary":
+                self._summary(record)
             case "serving":
                 self.served = record["version"]
             case "acquired":
@@ -92,9 +103,57 @@ class Checked:
             case "run_ended":
                 self.finished = record["state"] == "finished"
 
+    def _summary(self, record: Record) -> None:
+        if not self.processes:  # the first record that is left
+            self._begin(record)
+            return
+        claimed = {
+            "next_position": self.reached,
+            **{name: getattr(self, name) for name in ("incarnation", "sealed_step", "bound")},
+            "lineage_step": self.trained_step,
+        }
+        for name, value in claimed.items():
+            self._refuse_if(record[name] != value, f"{name} is {record[name]}, and {value} by the records before it")
+        open_groups = {group["position"]: group["attempt"] for group in record["groups"]}
+        ended = sum(record["outcomes"].values())
+        self._refuse_if(
+            ended + len(open_groups) != record["next_position"],
+            f"{ended} positions have ended and {len(open_groups)} are open, of {record['next_position']}",
+        )
+        for position, attempt in open_groups.items():
+            known = position not in self.outcomes and self.attempts.get(position) == attempt
+            self._refuse_if(not known, f"attempt {attempt} at position {position} is not open")
+        ours = self.ended_before + Counter(self.outcomes.values())
+        theirs = {name: count for name, count in record["outcomes"].items() if name not in ("trained", "skipped")}
+        for name in theirs.keys() | ours.keys() - {"trained", "skipped"}:
+            self._refuse_if(
+                theirs.get(name, 0) != ours[name], f"{theirs.get(name, 0)} positions {name}, not {ours[name]}"
+            )
+
+    def _begin(self, record: Record) -> None:
+        self.processes, self.first_record = 1, record["n"]
+        self.bound, self.incarnation = record["bound"], record["incarnation"]
+        self.served = record["serving"]
+        self.sealed_step, self.trained_step = record["sealed_step"], record["lineage_step"]
+        self.before = self.reached = record["next_position"]
+        self.ended_before = Counter(record["outcomes"])
+        for group in record["groups"]:
+            position = group["position"]
+            self.attempts[position] = group["attempt"]
+            if group["phase"] == "sealed":
+                self.steps[position] = group["sealed_step"]
+            elif group["phase"] in ("running", "scored"):
+                self.running[position] = group["version"]
+        self._refuse_if(
+            self.ended_before.total() + len(self.attempts) != self.before,
+            f"{self.ended_before.total()} positions have ended and {len(self.attempts)} are open, of {self.before}",
+        )
+
     def _acquired(self, record: Record) -> None:
         position, attempt = record["position"], record["attempt"]
-        self._refuse_if(position in self.outcomes or position in self.steps, f"position {position} had ended")
+        known = position in self.attempts or position >= self.before
+        had_ended = position in self.outcomes or position in self.steps or not known
+        self._refuse_if(had_ended, f"position {position} had ended")
         self._refuse_if(position in self.running, f"another attempt at position {position} is open")
         self._reach(position)
         before = self.attempts[position]
@@ -110,7 +169,7 @@ class Checked:
         self._refuse_if(position in self.outcomes, f"position {position} ended before: {self.outcomes.get(position)}")
         self._refuse_if(position in self.steps, f"position {position} is sealed in step {self.steps.get(position)}")
         self._reach(position)
-        self._refuse_if(record["attempt"] != self.attempts[position], f"no such attempt at position {position}")
+        self._refuse_if(record["attempt"] != self.attempts.get(position), f"no such attempt at position {position}")
         self.running.pop(position, None)
         self.outcomes[position] = record["outcome"]
 
@@ -149,8 +208,9 @@ class Checked:
 
     def _reach(self, position: int) -> None:
         """What was passed by on the way, as its environment was backed off, has had no attempt yet."""
-        for passed in range(len(self.attempts), position + 1):
+        for passed in range(self.reached, position + 1):
             self.attempts[passed] = 0
+        self.reached = max(self.reached, position + 1)
 
     def _open(self, record: Record) -> None:
         position, attempt = record["position"], record["attempt"]
@@ -165,39 +225,49 @@ class Checked:
 
     @property
     def trained(self) -> set[int]:
-        """Positions that are trained on the surviving lineage."""
+        """Positions that are trained on the surviving lineage, as far as the records that are left name them."""
         return {position for position, step in self.steps.items() if step <= self.trained_step}
+
+    @property
+    def _trained_or_before(self) -> set[int]:
+        """Those, and what had ended before, of which none but the count is known: unless that was not by training."""
+        otherwise = self.ended_before.keys() - {"trained", "skipped"}
+        before = () if otherwise else (p for p in range(self.before) if p not in self.attempts)
+        return self.trained.union(before)
 
     @property
     def frontier(self) -> int:
         """The lowest position without a terminal outcome."""
         ended = self.trained | self.outcomes.keys()
-        return next((position for position in range(len(self.attempts)) if position not in ended), len(self.attempts))
+        return min((position for position in self.attempts if position not in ended), default=self.reached)
 
     def end(self, prefix: int | None = None) -> None:
         """Raise `Violation` where what is left at the end breaks a rule."""
-        left = len(self.attempts) - self.frontier
+        left = self.reached - self.frontier
         self._refuse_if(self.finished and left > 0, f"the run finished, and position {self.frontier} has no outcome")
         self._refuse_if(
             self.finished and self.trained_step != self.sealed_step,
             f"the run finished, and of {self.sealed_step} sealed steps {self.trained_step} were trained",
         )
         if prefix is not None:
-            missing = sorted(set(range(prefix)) - self.trained)[:5]
-            beyond = sorted(self.trained - set(range(prefix)))[:5]
+            trained = self._trained_or_before
+            missing = sorted(set(range(prefix)) - trained)[:5]
+            beyond = sorted(trained - set(range(prefix)))[:5]
             self._refuse_if(bool(missing), f"not trained: positions {missing}")
             self._refuse_if(bool(beyond), f"trained beyond the first {prefix}: positions {beyond}")
 
     def figures(self) -> dict[str, object]:
         """What there is to say of a run that kept the rules."""
-        outcomes = Counter(self.outcomes.values())
+        outcomes = self.ended_before + Counter(self.outcomes.values())
         steps = [step for step in self.steps.values() if step <= self.trained_step]
-        skipped = sum(step in self.skipped_steps for step in steps)
+        outcomes["skipped"] += (skipped := sum(step in self.skipped_steps for step in steps))
+        outcomes["trained"] += len(steps) - skipped
+        prefix = self._trained_or_before
         return {
-            "positions": len(self.attempts),
+            "positions": self.reached,
             "frontier": self.frontier,
-            **{outcome: count for outcome, count in (("trained", len(steps) - skipped), ("skipped", skipped)) if count},
-            **dict(sorted(outcomes.items())),
+            **{name: count for name, count in sorted(outcomes.items()) if count},
+            "first record": self.first_record,
             "attempts": self.counts["acquired"],
             "lost": self.counts["lost"],
             "regenerated": self.counts["regenerated"],
@@ -205,17 +275,17 @@ class Checked:
             "steps taken again": self.counts["retrained"],
             "restores of the trainer": self.counts["restored"],
             "processes of the orchestrator": self.processes,
-            "trained positions are a prefix": self.trained == set(range(len(self.trained))),
+            "trained positions are a prefix": prefix == set(range(len(prefix))),
         }
 
 
 def check_records(records: Iterable[Record], prefix: int | None = None) -> Checked:
-    """Check the whole journal of a run, from its first record. Raises `Violation`."""
+    """Check the journal of a run, all that is left of it. Raises `Violation`."""
     checked = Checked()
-    for number, record in enumerate(records):
+    for record in records:
         try:
-            if record["n"] != number:
-                raise Violation(f"the first record left is number {record['n']}: what came before cannot be checked")
+            if record["n"] and record["kind"] != "summary" and not checked.processes:
+                raise Violation(f"the first record left is number {record['n']}, and does not say what came before")
             checked.take(record)
         except Violation as violation:
             raise Violation(f"record {record['n']} ({record['kind']}): {violation}") from None

@@ -13,7 +13,8 @@ from slipstream.common.errors import EnvironmentUnknown, InvalidRequest
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
 from slipstream.orchestrator.checkpoint_calls import MAX_WAIT_S, CheckpointCalls
-from slipstream.orchestrator.run_state import RunState
+from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.run_state import CLIENT, RunState
 from slipstream.orchestrator.sequencer import Sequencer
 from slipstream.orchestrator.session_desk import SessionDesk
 
@@ -30,11 +31,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         state: RunState,
         sequencer: Sequencer,
         checkpoints: CheckpointCalls,
+        journal: Journal,
         end: Callable[[run_pb2.RunState, str], None],
     ) -> None:
         self._state = state
         self._sequencer = sequencer
         self._checkpoints = checkpoints
+        self._journal = journal
         self._end = end
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: grpc.aio.ServicerContext) -> run_pb2.GetRunResponse:
@@ -57,21 +60,29 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self, request: run_pb2.PauseRunRequest, context: grpc.aio.ServicerContext
     ) -> run_pb2.PauseRunResponse:
         self._state.refuse_ended(_PAUSING)
-        self._state.pause("client", request.reason or "paused by PauseRun")
+        if CLIENT not in self._state.pauses:
+            reason = request.reason or "paused by PauseRun"
+            self._journal.append("paused", reason=reason)
+            self._state.pause(CLIENT, reason)
+        await self._journal.settle()
         return run_pb2.PauseRunResponse(run=self._state.to_proto())
 
     async def ResumeRun(
         self, request: run_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext
     ) -> run_pb2.ResumeRunResponse:
         self._state.refuse_ended(_PAUSING)
-        self._state.resume("client")
-        self._sequencer.admission_may_have_opened()
+        if CLIENT in self._state.pauses:
+            self._journal.append("unpaused")
+            self._state.resume(CLIENT)
+            self._sequencer.admission_may_have_opened()
+        await self._journal.settle()
         return run_pb2.ResumeRunResponse(run=self._state.to_proto())
 
     async def StopRun(
         self, request: run_pb2.StopRunRequest, context: grpc.aio.ServicerContext
     ) -> run_pb2.StopRunResponse:
         self._end(run_pb2.RUN_STATE_STOPPED, request.reason or "stopped by StopRun")
+        await self._journal.settle()
         return run_pb2.StopRunResponse(run=self._state.to_proto())
 
     @ends_on_drain

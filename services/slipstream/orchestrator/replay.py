@@ -16,7 +16,9 @@
 | retrained | it has taken this step once more |
 | checkpoint | the newest checkpoint is of this step |
 | evaluating, evaluated | an evaluation began, and what it found |
+| paused, unpaused | a client holds the run, or lets it go on |
 | run_ended | the run is over |
+| summary | all of that, at the head of a segment: where it is the first record left, it stands for those before |
 
 Numbers of attempts go on where they stopped, whatever became of the one before: no two share a name.
 """
@@ -44,6 +46,24 @@ KEPT_STEPS = 2
 """Plans of covered steps that are kept for a repeat of GetPlan, which is possible only shortly after."""
 
 
+SUMMED_UP = (
+    *(
+        "run_id",
+        "seed",
+        "bound",
+        "ended",
+        "reason",
+        "paused",
+        "incarnation",
+        "lineage_step",
+        "sealed_step",
+        "trained_step",
+    ),
+    *("next_position", "checkpoint_step", "released_step", "totals"),
+)
+"""Fields of a `History` that a summary has as they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Where the latest attempt at a position went."""
@@ -61,10 +81,14 @@ class History:
     environment_of: Callable[[int], str]
     run_id: str = ""
     seed: int = 0
+    bound: int | None = None
+    """Versions that a group may lag; None where tokens are masked instead."""
     ended: str = ""
     """"finished", "failed" or "stopped"; empty while the run goes on."""
     reason: str = ""
     """Why it ended."""
+    paused: str = ""
+    """The reason that a client gave for holding it; empty while nobody does."""
     serving: PolicyVersion = UNSET
     incarnation: int = 1
     lineage_step: int = 0
@@ -111,15 +135,44 @@ class History:
                 record=number,
             ) from None
 
+    def _summary(self, record: Record) -> None:
+        """Begin where it says that the run stood; later ones say what is known."""
+        if self.run_id:
+            return
+        for name in SUMMED_UP:
+            setattr(self, name, record[name])
+        self.serving = PolicyVersion.parse(record["serving"])
+        self.outcomes.update({Outcome(name): count for name, count in record["outcomes"].items()})
+        self.evaluation_starts.update(record["evaluation_starts"])
+        for name, results in record["accuracies"].items():
+            self.accuracies[name] = [AccuracyResult(name, *result) for result in results]
+        for known in record["groups"]:
+            position, phase = known["position"], Phase(known["phase"])
+            fields = {
+                name: known[name] for name in ("attempt", "dispatch_step", "regenerations", "losses", "sealed_step")
+            }
+            self.groups[position] = Group(position, self.environment_of(position), phase, **fields)
+            if "version" in known:
+                version = PolicyVersion.parse(known["version"])
+                self.dispatches[position] = Dispatch(version, known["runner"], known["sessions"])
+
     def _run(self, record: Record) -> None:
         self.run_id, self.seed = record["run_id"], record["seed"]
+        self.bound = record.get("max_off_policy_steps")
 
     def _resumed(self, record: Record) -> None:
+        self.bound = record.get("max_off_policy_steps")
         if self.ended == "failed":
             self.ended = self.reason = ""
 
     def _run_ended(self, record: Record) -> None:
         self.ended, self.reason = record["state"], record["reason"]
+
+    def _paused(self, record: Record) -> None:
+        self.paused = record["reason"]
+
+    def _unpaused(self, record: Record) -> None:
+        self.paused = ""
 
     def _serving(self, record: Record) -> None:
         self.serving = PolicyVersion.parse(record["version"])
@@ -226,9 +279,12 @@ class History:
 
 
 _KINDS: dict[str, Callable[[History, Record], None]] = {
+    "summary": History._summary,
     "run": History._run,
     "resumed": History._resumed,
     "run_ended": History._run_ended,
+    "paused": History._paused,
+    "unpaused": History._unpaused,
     "serving": History._serving,
     "acquired": History._acquired,
     "reported": History._reported,
@@ -252,6 +308,9 @@ def replay(records: Iterable[Record], environment_of: Callable[[int], str]) -> H
     history = History(environment_of)
     for record in records:
         history.take(record)
+    missing = sorted(set(range(history.released_step + 1, history.sealed_step + 1)) - history.sealed.keys())
+    if missing:
+        raise JournalCorrupt(f"step {missing[0]} is sealed, and its plan is gone", record=None)
     return history
 
 

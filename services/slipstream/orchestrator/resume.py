@@ -11,7 +11,7 @@ from slipstream.orchestrator.config import OrchestratorConfig
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.replay import History, replay
-from slipstream.orchestrator.run_state import RunState
+from slipstream.orchestrator.run_state import CLIENT, RunState
 from slipstream.orchestrator.sequencer import Sequencer, task_sequence
 
 log = structlog.get_logger()
@@ -23,15 +23,15 @@ FINAL = {"finished": run_pb2.RUN_STATE_FINISHED, "stopped": run_pb2.RUN_STATE_ST
 def earlier_history(journal: Journal, config: OrchestratorConfig) -> History | None:
     """What the journal says of earlier processes of this run, if there were any; then the journal lets go of it.
 
-    Raises `ConfigError` where it is of another run, or does not reach back far enough.
+    Raises `ConfigError` where it is of another run, or what it begins with does not stand for all that came before.
     """
     records = journal.take_recovered()
     if not records:
         return None
-    if records[0]["n"]:
+    if records[0]["n"] and records[0]["kind"] != "summary":
         raise ConfigError(
-            f"{journal.path} begins with record {records[0]['n']}: what came before was dropped beyond "
-            "journal_limit_bytes, so that the run cannot go on from it"
+            f"{journal.path} begins with record {records[0]['n']}, which is no summary of what came before: "
+            "the run cannot go on from it"
         )
     try:
         history = replay(records, task_sequence(config).environment_of)
@@ -55,6 +55,8 @@ def take_up(history: History, sequencer: Sequencer, state: RunState, metrics: Me
         "open_groups": sequencer.machine.open_groups,
         "waiting_groups": sum(group.phase == "waiting" for group in sequencer.machine),
     }
+    if history.paused:
+        state.pause(CLIENT, history.paused)
     metrics.write("resumed", **figures)
     log.info("run_taken_up", **figures)
     if history.ended in FINAL:

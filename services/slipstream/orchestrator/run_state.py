@@ -33,6 +33,8 @@ class RunPhase(StrEnum):
 ENDED_STATES = frozenset({run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_STOPPED})
 
 
+CLIENT = "client"
+"""The cause of a pause: PauseRun. It outlives the process."""
 DISK = "disk"
 """The cause of a pause: the disk is full."""
 ENVIRONMENTS = "environments"

@@ -50,8 +50,11 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         # Others may have taken over, or the lease may have run out, while this call waited.
         runner = self._renew(request.runner_id, request.runner_epoch)
         runner.address = request.address
+        groups = sequencer.acquire(runner, request.max_groups)
+        if groups:  # engines keep what they compute under these names: none must be given out twice
+            await self._journal.settle()
         return runner_pb2.AcquireGroupsResponse(
-            groups=sequencer.acquire(runner, request.max_groups),
+            groups=groups,
             lease_ttl_ms=self._ttl_ms,
             run_ended=self._state.ended,
         )
@@ -188,6 +191,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             started_s = request.started_unix_ms / 1000
             figures["wait_s"] = self._state.wait_in_training_s(figures["wait_s"], started_s)
         self._sequencer.trained(version, figures, step_s, skipped=request.skipped)
+        await self._journal.settle()  # the trainer will not report it again
         return batch_pb2.ReportStepResponse(ended=self._state.ended or version.step >= machine.last_step)
 
     async def ReportActivity(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.run.v1 import run_pb2
@@ -44,6 +47,43 @@ async def test_a_restarted_orchestrator_goes_on_with_what_runners_have_once_engi
         assert [(group.position, group.attempt) for group in fresh][:2] == [(4, 1), (5, 1)]
         assert {group.dispatch_version.step for group in fresh} == {1}
         path = world.orchestrator.journal.path
+    assert check_records(read_journal(path).records).processes == 2
+
+
+async def test_what_was_acknowledged_outlives_a_loss_of_power(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a machine that loses power there is on disk what was synced, and maybe nothing else."""
+    fields = {"total_steps": 3, "groups_per_step": 2, "runner_lease_ttl_s": 60.0}
+    synced: dict[int, int] = {}
+    fsync = os.fsync
+
+    def noting_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        about = os.fstat(descriptor)
+        synced[about.st_ino] = about.st_size
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    async with make_world(**fields) as world:
+        world.publish(0)
+        groups = await world.acquire(wait_ms=3000)
+        await world.report(*map(world.finished, groups[:2]))
+        await world.train((await world.plan(1)).plan)
+        world.publish(1)
+        groups += await world.acquire(wait_ms=5000)
+        await world.runs.PauseRun(run_pb2.PauseRunRequest(request_id="1", reason="the agents rest"), timeout=10)
+        path = world.orchestrator.journal.path
+        on_disk = path.read_bytes()[: synced[path.stat().st_ino]]
+    path.write_bytes(on_disk)
+    async with make_world(**fields) as world:
+        run = await world.run()
+        assert (run.step, run.state, run.reason) == (1, run_pb2.RUN_STATE_PAUSED, "the agents rest")
+        known = {(group.position, group.attempt) for group in world.orchestrator.sequencer.machine}
+        assert known == {(group.position, group.attempt) for group in groups[2:]}
+        await world.report(*map(world.finished, groups[2:4]))
+        assert (await world.plan(2)).HasField("plan")
+        await world.runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="2"), timeout=10)
+        assert (await world.run()).state == run_pb2.RUN_STATE_RUNNING
     assert check_records(read_journal(path).records).processes == 2
 
 

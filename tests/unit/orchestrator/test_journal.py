@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,3 +123,51 @@ async def test_the_oldest_segments_go_once_their_positions_have_ended(tmp_path: 
         assert sum(file.stat().st_size for file in segments(bounded.path)) <= limit_bytes + 200
     bounded.close()
     assert 0 < read_journal(bounded.path).records[0]["n"] < 1200
+
+
+class Counted:
+    """Sums up how many records there are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        self.count += 1
+
+    def fields(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+
+async def test_each_segment_begins_with_a_summary_of_those_before_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", 4096)
+    journal.summarizer = Counted()
+    for position in range(100):
+        journal.append("acquired", position=position)
+        await journal.sync()
+    journal.close()
+    _, *later = segments(journal.path)
+    assert len(later) > 4
+    assert b'"kind":"summary"' not in segments(journal.path)[0].read_bytes()
+    for path in later:
+        assert [b'"kind":"summary"' in line for line in path.read_bytes().splitlines()].index(True) == 0
+    records = read_journal(journal.path).records
+    for index, record in enumerate(records):
+        if record["kind"] == "summary":
+            assert record["count"] == sum(each["kind"] == "acquired" for each in records[:index])
+
+
+@pytest.mark.parametrize("torn_bytes", [0, 1, 40], ids=["before its head", "at its end", "in it"])
+async def test_a_file_whose_head_a_crash_took_gets_one_before_anything_else(tmp_path: Path, torn_bytes: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, 1024)
+    journal.summarizer = Counted()
+    while len(segments(path)) == 1:
+        journal.append("acquired", position=0)
+        await journal.sync()
+    journal.close()
+    path.write_bytes(path.read_bytes()[:-torn_bytes] if torn_bytes else b"")
+    again = Journal(path, 1024)
+    again.summarizer = Counted()
+    again.append("resumed")
+    again.close()
+    assert [record["kind"] for record in read_journal(path).records][-2:] == ["summary", "resumed"]

@@ -126,8 +126,64 @@ def test_the_trained_set_can_be_asked_for(prefix: int, says: str) -> None:
 
 
 def test_without_its_beginning_nothing_is_claimed() -> None:
-    with pytest.raises(Violation, match="what came before cannot be checked"):
+    with pytest.raises(Violation, match="does not say what came before"):
         check_records(numbered(ONE_STEP)[1:])
+
+
+SUMMARY = {
+    **{"kind": "summary", "bound": 1, "incarnation": 1, "serving": "1.0", "next_position": 3},
+    **{"sealed_step": 1, "lineage_step": 1, "outcomes": {"trained": 2}},
+    "groups": [{"position": 2, "phase": "running", "attempt": 1, "sealed_step": None, "version": "1.0"}],
+}
+"""Of ONE_STEP."""
+
+
+def test_a_summary_stands_for_what_was_dropped_and_agrees_with_what_was_not() -> None:
+    rest = [SUMMARY, RESUMED, lost(2), SERVED, acquired(2, 2), ended(2, 2), FINISHED]
+    whole = check_records(numbered([*ONE_STEP, *rest]))
+    left = check_records(numbered([*ONE_STEP, *rest])[len(ONE_STEP) :], prefix=2)
+    figures = left.figures()
+    assert {name: figures[name] for name in ("positions", "frontier", "trained", "filtered", "first record")} == {
+        **{"positions": 3, "frontier": 3, "trained": 2, "filtered": 1},
+        "first record": len(ONE_STEP),
+    }
+    assert (whole.frontier, whole.trained_step, whole.attempts[2]) == (3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"next_position": 4}, "next_position is 4, and 3 by the records before it"),
+        ({"lineage_step": 0}, "lineage_step is 0, and 1"),
+        ({"outcomes": {"trained": 1}}, "1 positions have ended and 1 are open, of 3"),
+        ({"outcomes": {"trained": 1, "filtered": 1}}, "1 positions filtered, not 0"),
+        ({"groups": [{**SUMMARY["groups"][0], "attempt": 2}]}, "attempt 2 at position 2 is not open"),
+    ],
+)
+def test_a_summary_that_contradicts_the_records_before_it_is_named(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(Violation, match=says):
+        check_records(numbered([*ONE_STEP, {**SUMMARY, **changed}]))
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (acquired(0, 2), "position 0 had ended"),
+        (acquired(2, 2), "another attempt at position 2 is open"),
+        (ended(1), "no such attempt at position 1"),
+        (sealed(2, (1, 1)), "attempt 1 at position 1 is not open"),
+        (trained(1), "step 1 is trained already"),
+    ],
+)
+def test_after_a_summary_nothing_ends_twice_either(record: dict[str, Any], says: str) -> None:
+    with pytest.raises(Violation, match=says):
+        check_records(numbered([*ONE_STEP, SUMMARY, record])[len(ONE_STEP) :])
+
+
+def test_positions_that_ended_before_a_summary_count_as_trained_only_if_all_of_them_were() -> None:
+    filtered = {**SUMMARY, "outcomes": {"trained": 1, "filtered": 1}}
+    with pytest.raises(Violation, match="not trained: positions"):
+        check_records(numbered([*ONE_STEP, filtered])[len(ONE_STEP) :], prefix=2)
 
 
 def written(run: Path, records: list[dict[str, Any]]) -> Path:

@@ -11,10 +11,12 @@ import pytest
 
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import JournalCorrupt
+from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.replay import History
 from slipstream.orchestrator.resume import earlier_history
+from slipstream.orchestrator.summary import summary_of
 
 
 @pytest.fixture
@@ -106,6 +108,22 @@ def test_the_journal_of_another_run_is_refused(found, run) -> None:
         found({**run, "run_id": "other"})
 
 
+def test_a_summary_stands_for_the_records_before_it(found, run) -> None:
+    whole = found(run, SERVED, ACQUIRED, {**ACQUIRED, "position": 1}, {"kind": "reported", "position": 1, "attempt": 1})
+    lost = {"kind": "lost", "position": 0, "attempt": 1, "counted": True}
+    records = ({"kind": "summary", **summary_of(whole)}, {**run, "kind": "resumed"}, lost)
+    history = found(*records, first=5)
+    assert {position: group.phase for position, group in history.groups.items()} == {0: "waiting", 1: "scored"}
+    assert (history.groups[0].losses, history.dispatches[1].runner_id) == (1, "runner-1")
+    assert (history.serving, history.next_position) == (PolicyVersion(1, 0), 2)
+
+
+def test_a_summary_whose_plans_are_gone_is_refused(found, run) -> None:
+    whole = found(run, SERVED, ACQUIRED)
+    with pytest.raises(JournalCorrupt, match="step 1 is sealed, and its plan is gone"):
+        found({"kind": "summary", **summary_of(whole), "sealed_step": 1}, first=3)
+
+
 def test_a_journal_without_its_beginning_is_refused(found, run) -> None:
-    with pytest.raises(ConfigError, match="begins with record 1: what came before was dropped"):
+    with pytest.raises(ConfigError, match="begins with record 1, which is no summary"):
         found(run, SERVED, ACQUIRED, first=1)
