@@ -42,6 +42,8 @@ STAGES: dict[str, tuple[int, list[str]]] = {
     "offload": (300, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
     "load": (420, [*LOAD, *LARGE.split(), "--parts", "service,large_update,capture", "--seconds", "8"]),
     "load_medium": (300, [*LOAD, *MEDIUM.split(), "--parts", "service,updates", "--seconds", "8"]),
+    "ranks": (150, [*PYTEST, "tests/gpu/test_parallel.py", "-s", "--device", "cuda"]),
+    "ranks_load": (240, [sys.executable, "loadtests/ranks_throughput.py"]),
     "load_memory": (300, [*LOAD, *LARGE.split(), "--parts", "memory"]),
 }
 """Seconds and command of each. Those of two cards are not run unless named: they are in `TWO_CARDS`."""

@@ -1,4 +1,4 @@
-"""What ranks do together. Tensors come back as files."""
+"""What ranks do together, on CPUs or cards. Tensors come back as files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,31 +19,43 @@ from torch.distributed.tensor import DTensor
 
 from parallel.models import SIZES, make
 from slipstream.algorithms.tokens import LossTokens, StepTotals
+from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import RouteRows, runs
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.head import target_logps
+from slipstream.trainer.checkpoint_state import Target, load, own_group, save_async
+from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.config import ParallelConfig
 from slipstream.trainer.loss_config import GspoLossConfig, MaskedRatioLossConfig
 from slipstream.trainer.objective import build_objective
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import plain_name
 from slipstream.trainer.packed import Packed
-from slipstream.trainer.parallel.filling import fill
 from slipstream.trainer.parallel.layout import Layout
 from slipstream.trainer.parallel.roll import RankLost, Roll
-from slipstream.trainer.parallel.sharding import gradient_norm
+from slipstream.trainer.parallel.sharding import Passes, gradient_norm
 from slipstream.trainer.parallel.slices import input_ranges
 from slipstream.trainer.parallel.world import World
 from slipstream.trainer.sequence import Lost, TrainSequence
 from slipstream.trainer.step import Learner
 
+DEVICE = torch.device("cpu")
+"""Of this rank; `ranks.py` says it for each job."""
+
+FIRST = PolicyVersion(1, 1)
 BALANCE = 0.05
 """Coefficient of the balance loss: large enough that a mistake in it shows."""
 
 
 def ready() -> str:
-    dist.barrier()
+    together()
     return "ready"
+
+
+def together() -> None:
+    """Return once all ranks are here."""
+    torch.zeros(1, device=DEVICE).cpu()  # what the card still has to do is done
+    dist.all_reduce(torch.zeros(1))
 
 
 def sequence(seed: int, length: int, trained: int, unknown: tuple[int, int] | None = None) -> TrainSequence:
@@ -136,17 +149,28 @@ def reference(kind: str, plan: Any, path: str, loss: str = "tokens") -> float:
 
 
 def learner(
-    kind: str, layout: dict[str, Any], loss: str = "tokens", *, filled: bool = False, **parallel: Any
+    kind: str,
+    layout: dict[str, Any],
+    loss: str = "tokens",
+    *,
+    filled: bool = False,
+    bfloat16: bool = False,
+    offload: bool = False,
+    seed: int = 0,
+    **parallel: Any,
 ) -> Learner:
     """This rank's, of a model that all start from; `filled`: that rank 0 alone has."""
-    optim = OptimConfig(lr=1e-3, balance_coefficient=BALANCE if kind != "dense" else 0.0, warmup_steps=0)
-    world, config = World(Layout(**layout)), ParallelConfig(**parallel)
+    balance = BALANCE if kind != "dense" else 0.0
+    optim = OptimConfig(
+        lr=1e-3, balance_coefficient=balance, warmup_steps=0, offload_state=offload, offload_activations=offload
+    )
+    world, config, passes = World(Layout(**layout), device=DEVICE), ParallelConfig(**parallel), Passes(bfloat16)
     if not filled:
-        return Learner(make(kind), optim, LOSSES[loss], None, world, config)
+        return Learner(make(kind, seed).to(DEVICE), optim, LOSSES[loss], None, world, config, passes)
     with torch.device("meta"):
         model = make(kind, started=False)
-    agent = Learner(model, optim, LOSSES[loss], None, world, config)
-    fill(agent.model, None if world.rank else make(kind), world)
+    agent = Learner(model, optim, LOSSES[loss], None, world, config, passes)
+    agent.fill(None if world.rank else make(kind))
     return agent
 
 
@@ -165,31 +189,56 @@ def gradients(kind: str, layout: dict[str, Any], plan: Any, path: str, **how: An
     norm = gradient_norm(agent.ranked)
     grads = {plain_name(name): whole(p.grad) for name, p in agent.model.named_parameters() if p.grad is not None}
     if dist.get_rank() == 0:
-        save_file({**grads, "norm": norm.reshape(1)}, path)
+        save_file({**grads, "norm": norm.cpu().reshape(1)}, path)
     total = agent.world.sum(torch.tensor(agent.figures.sums["loss"]))
-    dist.barrier()  # who left early would break the connection under the others' hands
+    together()  # who left early would break the connection under the others' hands
     return float(total)
 
 
 def whole(grad: Any) -> Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).contiguous()
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu().contiguous()
 
 
-def steps(kind: str, layout: dict[str, Any], plan: Any, path: str) -> list[dict[str, float]]:
+def steps(kind: str, layout: dict[str, Any], plan: Any, path: str, **how: Any) -> list[dict[str, float]]:
     """Three steps of a layout; rank 0 writes the weights. Returns its figures of each."""
-    agent = learner(kind, layout)
-    mine = batches_of(plan)[agent.world.data_rank]
+    agent = learner(kind, layout, **how)
     figures, probed = [], ([], 0.0)
     for step in range(1, 4):
-        agent.begin(**totals_of(plan), input_token_count=inputs_of(mine), trained=0, checked=len(mine) - 1)
-        agent.add(mine)
-        figures.append(agent.finish(step))
+        figures.append(take(agent, plan, step))
         probed = agent.probe([1, 2, 3, 4, 5])  # also between steps: it leaves nothing behind
     tensors = agent.whole_tensors()
     if agent.world.rank == 0:
         save_file(tensors | {"probe": torch.tensor([*probed[0], probed[1]])}, path)
-    dist.barrier()
+    together()
     return figures
+
+
+def take(agent: Learner, plan: Any, step: int) -> dict[str, float]:
+    """One step, and its figures."""
+    mine = batches_of(plan)[agent.world.data_rank]
+    agent.begin(**totals_of(plan), input_token_count=inputs_of(mine), trained=0, checked=len(mine) - 1)
+    agent.add(mine)
+    return agent.finish(step)
+
+
+def saved(kind: str, layout: dict[str, Any], plan: Any, directory: str, **how: Any) -> None:
+    """The checkpoint of one step."""
+    agent, target = learner(kind, layout, **how), Target.of(CheckpointStore(Path(directory)), FIRST, {})
+    take(agent, plan, 1)
+    save_async(agent.model, agent.optimizer, agent.carried, target, own_group()).wait()
+    together()
+
+
+def resumed(kind: str, layout: dict[str, Any], plan: Any, directory: str, path: str, **how: Any) -> None:
+    """Two more steps from it, by other ranks; rank 0 writes the weights."""
+    agent = learner(kind, layout, seed=1, **how)
+    load(agent.model, agent.optimizer, agent.carried, CheckpointStore(Path(directory)).at(FIRST).path)
+    for step in (2, 3):
+        take(agent, plan, step)
+    tensors = agent.whole_tensors()
+    if agent.world.rank == 0:
+        save_file(tensors, path)
+    together()
 
 
 def exported(kind: str, layout: dict[str, Any], path: str) -> list[Any]:
@@ -198,7 +247,7 @@ def exported(kind: str, layout: dict[str, Any], path: str) -> list[Any]:
     save_file({str(n): torch.from_numpy(box.values.copy()) for n, box in enumerate(boxes)}, f"{path}-{dist.get_rank()}")
     if dist.get_rank() == 0:
         save_file(to_hf(make(kind)), f"{path}-whole")
-    dist.barrier()
+    together()
     return [[box.name, box.global_shape, box.offsets] for box in boxes]
 
 
@@ -212,7 +261,7 @@ def lost(layout: dict[str, Any], batch: Any, losers: list[list[int]]) -> list[An
     agent.add([mine])
     tokens = agent.world.sum(torch.tensor(float(agent.figures.sums["loss"])))
     figures = agent.finish(1)
-    dist.barrier()
+    together()
     return [figures, float(tokens)]
 
 
@@ -227,12 +276,12 @@ def only_rows(number: int, batch: list[TrainSequence], agent: Learner) -> TrainS
     return replace(one, routes=RouteRows(rows, 0, runs(~known)))
 
 
-def interrupted(how: str, path: str) -> dict[str, Any]:
+def interrupted(how: str, path: str, silence_s: float = 30.0) -> dict[str, Any]:
     """Steps of all ranks, of which the last is lost in the second one. Says what the others are told, and when."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    roll = Roll(FileStore(path, ranks), rank, ranks)
-    world = World(Layout(data=ranks, expert=ranks), roll)
-    agent = Learner(make("moe"), OptimConfig(), LOSSES["tokens"], None, world)
+    roll = Roll(FileStore(path, ranks), rank, ranks, silence_s)
+    world = World(Layout(data=ranks, expert=ranks), roll, device=DEVICE)
+    agent = Learner(make("moe").to(DEVICE), OptimConfig(), LOSSES["tokens"], None, world)
     started = 0.0
     try:
         for step in range(2):
@@ -267,4 +316,4 @@ def logps(kind: str, layout: dict[str, Any], batch: Any, perturbed: int, path: s
         other = (made[perturbed].token_ids + 7) % SIZES.vocab_size
         made[perturbed] = replace(made[perturbed], token_ids=other.astype(np.int32))
     save_file(found, f"{path}-{dist.get_rank()}")
-    dist.barrier()
+    together()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ class RankFailed(Exception):
 
 
 class Pool:
-    """Processes that take jobs together."""
+    """Processes that take jobs together, on CPUs or each on a card of its own."""
 
-    def __init__(self, size: int, directory: Path) -> None:
+    def __init__(self, size: int, directory: Path, device: str = "cpu") -> None:
         self.size = size
+        self._device = device
         self._directory = directory
         self._jobs = 0
         pairs = [socket.socketpair() for _ in range(size)]
@@ -36,12 +38,17 @@ class Pool:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "services"), str(tests.parent)]),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "parallel.ranks", *(str(line.fileno()) for line in theirs)],
-            pass_fds=[line.fileno() for line in theirs],
-            env=environment,
-            start_new_session=True,
-        )
+        # Forks of one that imported torch share its memory; but no fork of one that has looked for cards can use them.
+        groups = [theirs] if device == "cpu" else [[line] for line in theirs]
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "parallel.ranks", *(str(line.fileno()) for line in group)],
+                pass_fds=[line.fileno() for line in group],
+                env=environment,
+                start_new_session=True,
+            )
+            for group in groups
+        ]
         for line in theirs:
             line.close()
         self._lines = [pair[0] for pair in pairs]
@@ -69,7 +76,7 @@ class Pool:
         store = str(self._directory / f"store-{self._jobs}")
         for rank, file in enumerate(self._files[:ranks]):
             job = {"name": name, "rank": rank, "ranks": ranks, "store": store, "arguments": arguments}
-            job["collective_timeout_s"] = collective_timeout_s
+            job |= {"collective_timeout_s": collective_timeout_s, "device": self._device}
             file.write(json.dumps(job) + "\n")
             file.flush()
 
@@ -87,8 +94,10 @@ class Pool:
         for file, line in zip(self._files, self._lines, strict=True):
             file.close()
             line.close()
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        deadline_s = time.monotonic() + grace_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

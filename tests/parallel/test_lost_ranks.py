@@ -8,10 +8,12 @@ from parallel.pool import Pool
 from slipstream.trainer.parallel.roll import Sign, lost_ranks
 
 COLLECTIVE_TIMEOUT_S = 2.0
+WAYS = [("killed", "does not answer"), ("stuck", "is stuck")]
+"""To lose a rank, and what is said of it."""
 SAID_WITHIN_S = COLLECTIVE_TIMEOUT_S + 3.0
 
 
-@pytest.mark.parametrize(("how", "why"), [("killed", "does not answer"), ("stuck", "is stuck")])
+@pytest.mark.parametrize(("how", "why"), WAYS)
 def test_a_lost_rank_is_named_in_time(how, why, tmp_path):
     pool = Pool(2, tmp_path)
     try:

@@ -91,10 +91,21 @@ def test_adapters_learn_the_same_under_every_layout(pool, references, layout, tm
     check(pool, references("lora"), "lora", layout, tmp_path / "grads")
 
 
-@pytest.mark.parametrize("kind", ["moe", "lora"])
+@pytest.mark.parametrize("kind", ["moe", "lora", "dense"])
 @pytest.mark.parametrize("context", [{"context": 1}, {"context": 2, "context_kind": "ring"}], ids=str)
 def test_a_model_that_only_one_rank_ever_had_whole_learns_the_same(pool, references, kind, context, tmp_path):
-    check(pool, references(kind), kind, {"data": 2, "expert": 2} | context, tmp_path / "grads", filled=True)
+    layout = {"data": 2, "expert": 1 if kind == "dense" else 2} | context
+    check(pool, references(kind), kind, layout, tmp_path / "grads", filled=True)
+
+
+def test_a_rank_without_a_token_to_train_keeps_step(pool, tmp_path):
+    plan = [[[], []], [[[2, 60, 30]], [[3, 40, 30], [4, 7, 2]]]]
+    (expected,) = pool.run("reference", 1, kind="moe", plan=plan, path=str(tmp_path / "reference"))
+    layout, path = {"data": 2, "expert": 2}, str(tmp_path / "found")
+    assert pool.run("gradients", 2, kind="moe", layout=layout, plan=plan, path=path) == pytest.approx([expected] * 2)
+    found = load_file(path)
+    for name, grad in load_file(tmp_path / "reference").items():
+        np.testing.assert_allclose(found[name], grad, rtol=0, atol=TOLERANCE * np.abs(grad).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])

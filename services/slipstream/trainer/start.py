@@ -59,7 +59,7 @@ def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Si
     """Of the weights that rank 0 has; of none where a checkpoint has them, which is loaded next."""
     from slipstream.trainer.compute import passes_of
     from slipstream.trainer.frozen import FrozenModels
-    from slipstream.trainer.parallel.filling import fill, without_weights
+    from slipstream.trainer.parallel.filling import without_weights
     from slipstream.trainer.step import Learner
 
     source: Any = model and _extended(config, model)
@@ -73,7 +73,7 @@ def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Si
     learner = Learner(tree, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
     if not world.alone:
         with world.watching():
-            fill(learner.model, source, world)
+            learner.fill(source)
     return learner
 
 

@@ -35,6 +35,7 @@ from slipstream.trainer.optimizer import ModelOptimizer
 from slipstream.trainer.packed import temperatures
 from slipstream.trainer.parallel.agreement import agree
 from slipstream.trainer.parallel.export import boxes_of, places_of, whole_tensors
+from slipstream.trainer.parallel.filling import fill
 from slipstream.trainer.parallel.sharding import DEFAULT_PASSES, Passes, gradient_norm, scale_gradient, shard, slice_for
 from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.parallel.world import World
@@ -79,6 +80,11 @@ class Learner:
         sizes = model.sizes
         self.expert_share_LE = torch.full((sizes.moe_layers, sizes.n_experts), 1.0 / max(1, sizes.n_experts))
         """Part of the choices of the previous step, over all ranks, that each expert got; even before the first."""
+
+    def fill(self, source: Model | None) -> None:
+        """Take over the weights of a model that rank 0 has whole, the others None. All ranks take part."""
+        fill(self.model, source, self.world)
+        self.optimizer.weights_changed()
 
     @property
     def carried(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Expert nodes: dispatch by permutation; on a CPU float32 and one matrix product an expert.
 
-torchtitan's own nodes compute in bfloat16 with a grouped kernel, which on a card is what is taken here, too. They add
-results by an index: on a CPU gathering rows by the inverse permutation is several times faster, also in the backward
-pass, where a gather replaces an accumulation by index.
+torchtitan's own nodes compute in bfloat16 with a grouped kernel, which on a card is what is taken here, too, unless
+float32 is asked for. They add results by an index: on a CPU gathering rows by the inverse permutation is several times
+faster, also in the backward pass, where a gather replaces an accumulation by index.
 
 T = tokens, K = experts a token, N = T*K routed rows, D = width, F = hidden width of an expert, E = experts.
 """
@@ -34,7 +34,7 @@ class GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         (inverse_TK,) = ctx.saved_tensors
         rows_ND = grads[0].index_select(0, inverse_TK.reshape(-1))
-        return rows_ND.view(*inverse_TK.shape, -1).sum(1), None, None
+        return rows_ND.view(*inverse_TK.shape, rows_ND.shape[-1]).sum(1), None, None
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PermutingDispatcher(LocalTokenDispatcher):
     ) -> Tensor:
         """Weighted sum of each token's experts."""
         rows_ND = GatherRows.apply(routed_output_RD, metadata.inverse_N, metadata.order_N.view(-1, 1))
-        return (rows_ND.view(x_TD.shape[0], self.top_k, -1) * metadata.scores_TK.unsqueeze(2)).sum(1)
+        return (rows_ND.view(x_TD.shape[0], self.top_k, x_TD.shape[-1]) * metadata.scores_TK.unsqueeze(2)).sum(1)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -89,7 +89,8 @@ class SplitExperts(GroupedExperts):
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Outputs in the order of `x_RD`, whose rows are sorted by expert."""
-        if x_RD.device.type != "cpu" and self.activation is F.silu:
+        half = x_RD.dtype is not torch.float32 or torch.is_autocast_enabled(x_RD.device.type)
+        if half and x_RD.device.type != "cpu" and self.activation is F.silu and len(x_RD):
             return super().forward(x_RD, num_tokens_per_expert_E)  # one grouped kernel, in bfloat16
         # unbind: one backward node a weight; indexing would make a full-size zero gradient for each expert.
         weights = zip(*(_local(w).unbind(0) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)), strict=True)

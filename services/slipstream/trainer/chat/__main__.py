@@ -32,7 +32,7 @@ from slipstream.trainer.chat.examples import BadRows, load_dataset
 from slipstream.trainer.chat.finetuner import Diverged, Finetuner, Progress
 from slipstream.trainer.model_dir import move_into_place
 from slipstream.trainer.model_probe import problems
-from slipstream.trainer.parallel.filling import fill, without_weights
+from slipstream.trainer.parallel.filling import without_weights
 from slipstream.trainer.parallel.meeting import meet
 from slipstream.trainer.parallel.roll import RankLost
 from slipstream.trainer.parallel.world import World
@@ -108,7 +108,7 @@ def _prepare(config: ChatConfig, world: World, stop: threading.Event) -> Finetun
         finetuner = Finetuner(model, config, data, world, stop.is_set)
     else:
         finetuner = Finetuner(_extended(config, without_weights(sizes)), config, data, world, stop.is_set)
-        fill(finetuner.learner.model, model, world)
+        finetuner.learner.fill(model)
     try:
         step = finetuner.restore()
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 model = without_weights(sizes)
 learner = Learner(model, ..., world)          # each rank gets room for its part
-fill(learner.model, source, world)            # `source`: the whole model at rank 0, None elsewhere
+learner.fill(source)                          # `source`: the whole model at rank 0, None elsewhere
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from slipstream.common.config import ConfigError
 from slipstream.trainer.compute import device_of
 from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
+from slipstream.trainer.parallel.backend import backend_of, prepare
 from slipstream.trainer.parallel.board import Board
 from slipstream.trainer.parallel.roll import Roll
 from slipstream.trainer.parallel.world import World
@@ -41,8 +42,10 @@ def meet(place: RankConfig, parallel: ParallelConfig, compute: ComputeConfig) ->
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"rank {place.rank}: the ranks did not meet at {place.rendezvous}: {error}") from None
     timeout = timedelta(seconds=parallel.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=count, timeout=timeout)
+    prepare(device)
+    dist.init_process_group(
+        backend_of(device), store=PrefixStore("group", store), rank=rank, world_size=count, timeout=timeout
+    )
     shared: Any = store  # a type without `clone`
     own = shared.clone()  # a connection of its own: the backend holds the other while it waits
     own.set_timeout(timeout)

@@ -26,6 +26,10 @@ PATIENCE_BEATS = 4
 """Beats that a living rank may miss while it is read."""
 
 
+SILENT = "does not answer"
+STORE_GONE = "is gone, and with it the store"
+
+
 class RankLost(Exception):
     """A step ended because ranks are dead, stopped or stuck; `ranks` says which, as far as that can be told."""
 
@@ -33,6 +37,8 @@ class RankLost(Exception):
         named = "rank " + ", ".join(map(str, ranks)) if ranks else "a rank"
         super().__init__(f"{named} of the trainer {why}")
         self.ranks = ranks
+        self.silent = bool(ranks) and why in (SILENT, STORE_GONE)
+        """They give no sign; they are not merely behind."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> tuple[l
     """Who is missing, from what the ranks wrote at two times some beats apart; nobody, where all are equally far."""
     silent = [rank for rank, sign in after.items() if sign.beats == before[rank].beats]
     if silent:
-        return silent, "does not answer"
+        return silent, SILENT
     last = min(sign.place for sign in after.values())
     behind = [rank for rank, sign in after.items() if sign.place == last]
     if len(behind) == len(after):
@@ -80,22 +86,34 @@ class Roll:
         """Turn a collective that failed inside into `RankLost`."""
         try:
             yield
-        except RuntimeError as error:  # what gloo and NCCL raise; an error of our own is no collective's
-            if not _collective(error):
+        except RuntimeError as error:
+            if not collective(error):
                 raise
-            raise RankLost(*self._missing()) from error
+            raise self.missing() from error
 
     def check(self) -> None:
         """Raise `RankLost` for ranks that have not beaten for `silence_s`, of calls in between."""
+        lost = self.silent()
+        if lost is not None:
+            raise lost
+
+    def silent(self) -> RankLost | None:
+        """The ranks that `check` would name."""
         now = time.monotonic()
-        with self.naming_the_host():
-            beats = {rank: sign.beats for rank, sign in self._signs().items()}
+        try:
+            beats = self._beats_of_all()
+        except RuntimeError:
+            return RankLost([0], STORE_GONE)
         for rank, count in beats.items():
             if rank not in self._heard or self._heard[rank][0] != count:
                 self._heard[rank] = count, now
         silent = [rank for rank, (_, heard_s) in self._heard.items() if now - heard_s > self._silence_s]
-        if silent:
-            raise RankLost(silent, "does not answer")
+        return RankLost(silent, SILENT) if silent else None
+
+    def dead(self) -> RankLost | None:
+        """The ranks that do not beat now, whatever else is wrong. Takes some beats."""
+        lost = self.missing(collective_failed=False)
+        return lost if lost.silent else None
 
     @contextmanager
     def naming_the_host(self) -> Iterator[None]:
@@ -103,22 +121,31 @@ class Roll:
         try:
             yield
         except RuntimeError as error:
-            raise RankLost([0], "is gone, and with it the store") from error
+            raise RankLost([0], STORE_GONE) from error
 
     def close(self) -> None:
         """Stop beating."""
         self._stop.set()
         self._thread.join(2 * BEAT_S)
 
-    def _missing(self) -> tuple[list[int], str]:
+    def missing(self, *, collective_failed: bool = True) -> RankLost:
+        """Who is, of ranks whose collective has failed. Takes some beats."""
         try:
-            with self._lock:
-                self._store.set(f"failed/{self._rank}", "1")
+            if collective_failed:
+                with self._lock:
+                    self._store.set(f"failed/{self._rank}", "1")
             before = self._signs()
             time.sleep(BEAT_S * PATIENCE_BEATS)
-            return lost_ranks(before, self._signs())
+            return RankLost(*lost_ranks(before, self._signs()))
         except RuntimeError:
-            return [0], "is gone, and with it the store"
+            return RankLost([0], STORE_GONE)
+
+    def _beats_of_all(self) -> dict[int, int]:
+        keys = [f"beats/{rank}" for rank in range(self._rank_count)]
+        with self._lock:
+            if self._store.check(keys):
+                return dict(enumerate(map(int, self._store.multi_get(keys))))
+        return {rank: sign.beats for rank, sign in self._signs().items()}
 
     def _signs(self) -> dict[int, Sign]:
         def read(name: str, rank: int) -> int:
@@ -139,5 +166,6 @@ class Roll:
                     self._store.set(f"beats/{self._rank}", str(self._beats))
 
 
-def _collective(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+def collective(error: Exception) -> bool:
+    """Whether it is what gloo and NCCL raise; an error of our own is no collective's."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))

@@ -20,6 +20,7 @@ from slipstream.models.light_import import light_imports
 from slipstream.trainer.parallel.board import Board
 from slipstream.trainer.parallel.layout import Layout
 from slipstream.trainer.parallel.roll import Roll
+from slipstream.trainer.parallel.watch import CardWatch
 
 with light_imports():
     from torchtitan.distributed import parallel_dims
@@ -41,6 +42,7 @@ class World:
         self.device = device or torch.device("cpu")
         """Where this rank computes. What is no part of the model goes between ranks on their CPUs in any case."""
         self.roll = roll
+        self._watch = CardWatch(roll) if roll is not None and self.device.type == "cuda" else None
         self._board = board
         self.dims = None if layout.rank_count == 1 else _meshes(layout, self.device.type)
         self.rank = 0 if self.dims is None else dist.get_rank()
@@ -62,7 +64,8 @@ class World:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Raise `RankLost` where a collective inside fails."""
-        with nullcontext() if self.roll is None else self.roll.watching():
+        watch = self._watch or self.roll
+        with nullcontext() if watch is None else watch.watching():
             yield
 
     def check(self) -> None:
