@@ -133,9 +133,8 @@ def work(arguments: argparse.Namespace) -> None:
     if sys.stdin.readline() != GO:
         return
     place = RankConfig(rank=arguments.rank, rank_count=layout.rank_count, rendezvous=arguments.meeting)
-    degrees = {"data": layout.data, "context": layout.context, "expert": layout.expert}
-    parallel = ParallelConfig(
-        **degrees, context_kind=layout.context_kind, checkpointing=arguments.checkpointing, timeout_s=60.0
+    parallel = ParallelConfig.model_validate(
+        {**LAYOUTS[arguments.layout], "checkpointing": arguments.checkpointing, "timeout_s": 60.0}
     )
     world = meet(place, parallel, ComputeConfig(device=arguments.device))
     if world.device.type == "cuda":

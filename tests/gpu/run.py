@@ -30,6 +30,8 @@ LARGE += " --expert-dim 256"
 """7.0 GB; the medium one 1.7 GB, of which a version every 2 s can be brought."""
 
 RUN = [sys.executable, "loadtests/two_cards.py", "--runs", "/tmp/runs", "--limit-s"]
+RANKS = [*PYTEST, "-v", "-s", "tests/gpu/test_parallel.py", "--device", "cuda"]
+RANKS_LOAD = [sys.executable, "loadtests/ranks_throughput.py", "--device", "cuda"]
 
 STAGES: dict[str, tuple[int, list[str]]] = {
     "smoke": (240, [*PYTEST, "tests/engine/test_update.py", *ON_GPU, "-k", "back_and_forth", "-x", "-s"]),
@@ -42,13 +44,14 @@ STAGES: dict[str, tuple[int, list[str]]] = {
     "offload": (300, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
     "load": (420, [*LOAD, *LARGE.split(), "--parts", "service,large_update,capture", "--seconds", "8"]),
     "load_medium": (300, [*LOAD, *MEDIUM.split(), "--parts", "service,updates", "--seconds", "8"]),
-    "ranks": (150, [*PYTEST, "tests/gpu/test_parallel.py", "-s", "--device", "cuda"]),
-    "ranks_load": (240, [sys.executable, "loadtests/ranks_throughput.py"]),
     "load_memory": (300, [*LOAD, *LARGE.split(), "--parts", "memory"]),
 }
 """Seconds and command of each. Those of two cards are not run unless named: they are in `TWO_CARDS`."""
 
 TWO_CARDS: dict[str, tuple[int, list[str]]] = {
+    "ranks_short": (150, [*RANKS, "-k", "gradient_of_one or lost or (steps and ep2)"]),
+    "ranks": (300, RANKS),
+    "ranks_load": (240, [*RANKS_LOAD, "--out", "{out}/ranks.jsonl"]),
     "x2_smoke": (150, [*RUN, "120", "@", "examples/h200-x2.toml", "@", "examples/h200-x2-tiny.toml"]),
     "x2": (260, [*RUN, "220", "@", "examples/h200-x2.toml"]),
     "x2_prefill": (260, [*RUN, "220", "@", "examples/h200-x2.toml", "@", "examples/h200-x2-prefill.toml"]),
@@ -67,6 +70,7 @@ def main() -> int:
     outcome: dict[str, dict[str, object]] = {}
     for name in options.stages or STAGES:
         limit_s, command = (STAGES | TWO_CARDS)[name]
+        command = [word.replace("{out}", str(options.out)) for word in command]
         if name.startswith(("load", "x2")):
             command = [*command, "--json", str(options.out / f"{name}.json")]
         with ThreadPoolExecutor(options.shards) as pool:

@@ -52,7 +52,7 @@ FURTHER = 1.5
 
 @pytest.fixture(scope="module")
 def device(request: pytest.FixtureRequest) -> str:
-    return request.config.getoption("--device")
+    return str(request.config.getoption("--device"))
 
 
 @pytest.fixture(scope="module")

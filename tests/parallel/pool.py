@@ -36,7 +36,9 @@ class Pool:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "services"), str(tests.parent)]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(tests), str(tests.parent / "services"), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+            ),
         }
         # Forks of one that imported torch share its memory; but no fork of one that has looked for cards can use them.
         groups = [theirs] if device == "cpu" else [[line] for line in theirs]

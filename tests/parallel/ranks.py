@@ -3,9 +3,9 @@ One rank alone is the process itself.
 
     python -m parallel.ranks FD...     # one socket a rank
 
-A job is a line of JSON, `{"name", "rank", "ranks", "store", "collective_timeout_s", "device", "arguments"}`, and names a function
-of `jobs.py`. The ranks of a job make a process group of their own, so that jobs of any size run in one pool. The answer
-is a line too.
+A job is a line of JSON, `{"name", "rank", "ranks", "store", "collective_timeout_s", "device", "arguments"}`, and names
+a function of `jobs.py`. The ranks of a job make a process group of their own, so that jobs of any size run in one pool.
+The answer is a line too.
 """
 
 from __future__ import annotations

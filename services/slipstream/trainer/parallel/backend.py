@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from slipstream.common.config import ENVIRONMENT
 
@@ -34,7 +35,7 @@ def prepare(device: torch.device) -> None:
 
 def failed() -> bool:
     """Whether a collective on this process's card has failed, or took too long."""
-    return any(backend.get_error() != dist.ErrorType.SUCCESS for backend in _backends())
+    return any(backend.get_error() != ErrorType.SUCCESS for backend in _backends())
 
 
 def abort() -> None:
@@ -51,7 +52,8 @@ def abort() -> None:
 
 def _backends() -> list[Any]:
     """NCCL's, one for each group that this rank is in."""
+    if not dist.is_nccl_available():
+        return []
     groups: Any = dist.distributed_c10d._world.pg_map
-    with_cards = [group for group in list(groups) if _CUDA in group._device_types]
-    found: list[Any] = [group._get_backend(_CUDA) for group in with_cards]
-    return [backend for backend in found if backend.name() == "nccl"]
+    found = [group._get_backend(_CUDA) for group in list(groups) if _CUDA in group._device_types]
+    return [backend for backend in found if isinstance(backend, dist.ProcessGroupNCCL)]
