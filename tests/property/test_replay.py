@@ -18,6 +18,7 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import PolicyVersion
+from slipstream.environments.config_base import CurriculumConfig
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.journal_check import check_records
@@ -36,7 +37,7 @@ def config_of(directory: Path, **fields: Any) -> OrchestratorConfig:
         replica="orchestrator",
         environments=[
             EnvironmentConfig(name="words", weight=3, age_out=fields.pop("age_out")),
-            EnvironmentConfig(name="numbers", weight=1),
+            EnvironmentConfig(name="numbers", weight=1, curriculum=CurriculumConfig(enabled=True, parts=3)),
         ],
         workers=[WorkerConfig(replica="decode-1", role="decode", address="127.0.0.1:1")],
         broadcaster="127.0.0.1:2",
@@ -59,6 +60,7 @@ class Life:
         self.taken: dict[tuple[str, int], runner_pb2.GroupAssignment] = {}
         """What the runner has, finished or not."""
         self.trainer_step = 0
+        self.tasks: dict[int, int] = {}
         self.start()
 
     def start(self) -> None:
@@ -124,6 +126,7 @@ class Life:
             history.released_step,
         )
         self.start()
+        assert self.sequencer.curriculum.rates == before.curriculum.rates
         assert set(self.sequencer.plans) == set(before.plans)
         self.take_up()
 
@@ -149,6 +152,8 @@ class Life:
             key = (assignment.group_id, assignment.attempt)
             assert key not in self.taken, "two attempts of one name"
             self.taken[key] = assignment
+            known = self.tasks.setdefault(assignment.position, assignment.task_index)
+            assert known == assignment.task_index, "another task at the same position"
 
     def report(self) -> None:
         if not self.taken:
@@ -241,6 +246,7 @@ def record(group: runner_pb2.GroupAssignment, index: int, reward: float) -> runn
         rollout_id=name,
         sample_index=index,
         reward=reward,
+        correct=reward > 0,
         prompt_token_count=3,
         token_count=8,
         loss_ranges=[types_pb2.RowRange(start=3, end=8)],

@@ -121,8 +121,13 @@ class ReasoningGymConfig(BaseEnvironmentConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     """Fields of its configuration, such as `max_terms`."""
 
+    levels: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    """Fields of its configuration beside `options`, level by level. Each is as frequent as another, unless
+    `curriculum` is enabled: then their success rates choose."""
+
     datasets: list[ProblemSetConfig] = Field(default_factory=list[ProblemSetConfig])
-    """Several data sets instead of one. Which of them a problem is from follows from its number."""
+    """Several data sets instead of one. Which of them a problem is from follows from its number. With `curriculum`
+    enabled each is a level, and their weights must be equal."""
 
     before: str = ""
     """Text before each question."""
@@ -134,12 +139,25 @@ class ReasoningGymConfig(BaseEnvironmentConfig):
     def _check(self) -> Self:
         if bool(self.dataset) == bool(self.datasets):
             raise ValueError("dataset: give either it or datasets")
-        if self.datasets and self.options:
-            raise ValueError("options: each of datasets has its own")
+        if self.datasets and (self.options or self.levels):
+            raise ValueError(f"{'options' if self.options else 'levels'}: each of datasets has its own options")
+        if self.curriculum.enabled and len({entry.weight for entry in self.datasets}) > 1:
+            raise ValueError("datasets: with curriculum.enabled their success rates are their weights")
         names = [entry.name for entry in self.datasets]
         if len(set(names)) != len(names):
             raise ValueError("datasets: their names must differ")
         return self
+
+    @property
+    def level_count(self) -> int:
+        """Levels that a task's number tells apart; 1 where it does not."""
+        return len(self.levels) or (len(self.datasets) if self.curriculum.enabled else 0) or 1
+
+    def sequenced(self) -> dict[str, Any]:
+        values = super().sequenced()
+        if self.level_count > 1 and self.curriculum.parts is None:
+            values["curriculum"] = self.curriculum.model_copy(update={"parts": self.level_count})
+        return values
 
 
 class ImportedConfig(BaseEnvironmentConfig):

@@ -11,6 +11,25 @@ from slipstream.common.config import BaseConfig
 from slipstream.environments.limits import Limits
 
 
+class CurriculumConfig(BaseConfig):
+    """Tasks chosen by how often they are answered right."""
+
+    enabled: bool = False
+    """Draw tasks in proportion to p (1 - p), with p the part of the latest rollouts that were right, in place of
+    evenly: those that are always right, or never, teach nothing."""
+
+    parts: int | None = Field(default=None, ge=1)
+    """Parts of the training set with a rate each: a task is of the part of its number modulo this. Unset takes the
+    environment's levels where it has some, else each task by itself."""
+
+    floor: float = Field(default=0.1, ge=0.01, le=1)
+    """Least chance of a part, relative to one that is right half of the time: what was too hard, or easy, is asked
+    again now and then."""
+
+    memory_groups: int = Field(default=8, ge=2)
+    """Groups that a rate is a mean of, the latest counting most."""
+
+
 class SequencedConfig(BaseConfig):
     """What the orchestrator is told of an environment: all but what the environment's own code is."""
 
@@ -35,6 +54,8 @@ class SequencedConfig(BaseConfig):
 
     max_new_tokens: int = Field(default=10, ge=1)
     """Tokens a rollout may draw per turn, the end token included."""
+
+    curriculum: CurriculumConfig = CurriculumConfig()
 
     deadline_s: float = Field(default=120.0, gt=0)
     """A group that takes longer fails."""

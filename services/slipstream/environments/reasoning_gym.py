@@ -33,7 +33,16 @@ class ReasoningGym:
         self._apart = config.evaluation_task_count + VALIDATION_TASKS
         size = self._apart + config.train_task_count
         where = f"environments.{config.name}"
-        if config.datasets:
+        self._level_count = config.level_count
+        if self._level_count > 1:
+            entries = config.datasets or [
+                ProblemSetConfig(name=config.dataset, options={**config.options, **level}) for level in config.levels
+            ]
+            size_each = size // len(entries) + 2
+            self._problems = Levels(
+                [open_problems(entry.name, entry.options, seed, size_each, where) for entry in entries]
+            )
+        elif config.datasets:
             self._problems = open_mixture(config.datasets, seed, size, where)
         else:
             self._problems = open_problems(config.dataset, config.options, seed, size, where)
@@ -42,7 +51,7 @@ class ReasoningGym:
     def task(self, split: Split, index: int) -> Task:
         if split == "held_out":
             return Task(split, index, {"number": index % max(1, self._config.evaluation_task_count)})
-        return Task(split, index, {"number": self._drawn(f"{self._seed}/{index}")})
+        return Task(split, index, {"number": self._drawn(f"{self._seed}/{index}", index % self._level_count)})
 
     def prompt(self, task: Task) -> str:
         return self._question(self._problems[task.payload["number"]])
@@ -62,11 +71,12 @@ class ReasoningGym:
     def _question(self, problem: Mapping[str, Any]) -> str:
         return f"{self._config.before}{problem['question']}{self._config.after}"
 
-    def _drawn(self, name: str) -> int:
-        """A problem's number for training."""
+    def _drawn(self, name: str, level: int | None = None) -> int:
+        """A problem's number for training, of any level or of this one."""
         rng = random.Random(f"reasoning_gym/{name}")
         for _ in range(MAX_TRIES):
             number = self._apart + rng.randrange(self._config.train_task_count)
+            number += 0 if level is None else (level - number) % self._level_count
             if self._problems[number]["question"] not in self._kept:
                 return number
         raise ValueError(f"{self.name}: hardly any problem is left to train on; hold fewer out")
@@ -77,6 +87,21 @@ class ReasoningGym:
         # Part marks, such as for an answer within other words, are small: only 1.0 is right.
         score = float(self._problems.score_answer(completion.text.strip(), problem))
         return Score(score, score == 1.0, f"score {score:.3f}")
+
+
+class Levels:
+    """Several data sets as one: a problem is of the level of its number modulo their count."""
+
+    def __init__(self, problems: Sequence[Any]) -> None:
+        self._levels = list(problems)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        place, level = divmod(number, len(self._levels))
+        return {**self._levels[level][place], "level": level}
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        """By the scorer of the problem's own data set."""
+        return self._levels[entry["level"]].score_answer(answer, entry)
 
 
 def open_problems(dataset: str, options: Mapping[str, Any], seed: int, size: int, where: str) -> Any:

@@ -43,6 +43,7 @@ class Chart:
 OVERVIEW: dict[str, tuple[str, ...]] = {
     "reward": ("reward_by_environment",),
     "accuracy": ("accuracy",),
+    "curriculum": ("success_rate_by_part",),
     "lag": ("lag_mean", "lag_max"),
     "tokens_per_s": ("tokens_per_s",),
     "mismatch": ("mismatch_kl", "mismatch_policy_lag", "mismatch_stale_kv", "mismatch_numeric"),
@@ -53,6 +54,7 @@ OVERVIEW: dict[str, tuple[str, ...]] = {
 TITLES = {
     "reward": "reward by environment",
     "accuracy": "accuracy on held-out problems",
+    "curriculum": "success rates that choose tasks",
     "lag": "lag of trained groups, versions",
     "tokens_per_s": "tokens sampled a second",
     "mismatch": "mismatch of trainer and engine, nats",

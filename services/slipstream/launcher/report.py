@@ -77,6 +77,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "reward_last": steps[-1].get("reward_mean") if steps else None,
         "groups_trained": sum(int(step.get("groups_trained", 0)) for step in steps),
         "groups_filtered": groups_filtered(records),
+        "success_rate_by_environment": steps[-1].get("success_rate_by_environment") if steps else None,
         "rollouts_given_up": sum(int(step.get("rollouts_given_up", 0)) for step in steps),
         "given_up_token_count": sum(int(step.get("given_up_token_count", 0)) for step in steps),
         "groups_failed": sum(failed.values()),

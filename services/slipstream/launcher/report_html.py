@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from html import escape
@@ -116,8 +117,24 @@ def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     return [
         _card("Reward of what was sampled", reward_chart, "Faint: each step. Strong: running mean."),
         _card("Accuracy on held-out problems", accuracy_chart, asked),
+        *_curriculum(steps),
         *_optimisation(steps, window),
     ]
+
+
+def _curriculum(steps: list[Record]) -> list[str]:
+    """Success rates that choose tasks: of the parts of an environment's tasks, else its mean over all of them."""
+    points: dict[str, list[charts.Point]] = {}
+    for step in steps:
+        rates = step.get("success_rate_by_part") or step.get("success_rate_by_environment") or {}
+        for name, rate in rates.items():
+            points.setdefault(name, []).append((float(step["step"]), float(rate)))
+    if not points:
+        return []
+    colors = itertools.cycle(PALETTE)
+    lines = [Series(name, each, color) for (name, each), color in zip(sorted(points.items()), colors, strict=False)]
+    chart = charts.line_chart(lines, x_label="step", y_label="right of late", y_range=(0, 1))
+    return [_card("Success rates that choose tasks", chart, "Tasks near one half are drawn most.")]
 
 
 def _evaluated(records: RunRecords, colors: dict[str, str]) -> list[Series]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slipstream.algorithms.staleness import Group
 from slipstream.api.rollout.v1 import runner_pb2
@@ -36,11 +37,14 @@ class Assigner:
         self._environments = environments
         self._samples_per_group = samples_per_group
 
-    def training(self, group: Group, version: PolicyVersion) -> runner_pb2.GroupAssignment:
-        """Assign the current attempt of a position."""
-        assignment = self._assignment(
-            group_id_of(group.position), group.attempt, self._tasks.task(group.position), version
-        )
+    def training(
+        self, group: Group, version: PolicyVersion, task_index: int | None = None
+    ) -> runner_pb2.GroupAssignment:
+        """Assign the current attempt of a position; `task_index`: of another task than the sequence's."""
+        task = self._tasks.task(group.position)
+        if task_index is not None:
+            task = replace(task, index=task_index)
+        assignment = self._assignment(group_id_of(group.position), group.attempt, task, version)
         assignment.purpose = TRAINING
         assignment.position = group.position
         assignment.sample_count = self._samples_per_group

@@ -4,8 +4,8 @@
 |---|---|
 | run, resumed | a process began: the first of the run, another one |
 | serving | groups are dispatched at this version from now on |
-| acquired | a runner has this attempt, dispatched at this version |
-| reported | the attempt is ready to be trained |
+| acquired | a runner has this attempt, dispatched at this version; of this task, where a curriculum chose it |
+| reported | the attempt is ready to be trained; the success rate that its part of the tasks has by it |
 | reopened | a new process of the orchestrator waits for that report once more |
 | lost | its runner is gone, or gave it back: the position waits for another attempt |
 | regenerated | it grew too old: the position waits for another attempt |
@@ -108,6 +108,14 @@ class History:
     accuracies: dict[str, list[AccuracyResult]] = field(default_factory=dict[str, list[AccuracyResult]])
     """By evaluation: those that are done."""
     evaluation_starts: Counter[str] = field(default_factory=Counter[str])
+    tasks: dict[int, int] = field(default_factory=dict[int, int])
+    """Of `groups`: tasks that a curriculum chose."""
+    success_rates: dict[tuple[str, int], tuple[float, int]] = field(
+        default_factory=dict[tuple[str, int], tuple[float, int]]
+    )
+    """By environment and part: the rate, and how many groups it is of."""
+    counted: dict[int, int] = field(default_factory=dict[int, int])
+    """Of `groups`: attempts that those rates have taken in."""
     totals: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def plan(self, step: int) -> SealedPlan:
@@ -185,10 +193,19 @@ class History:
             raise ValueError(f"attempt {record['attempt']} comes after {group.attempt}, which is {group.phase}")
         group.attempt = record["attempt"]
         group.phase, group.dispatch_step = Phase.RUNNING, version.step
+        if "task" in record:
+            self.tasks[position] = record["task"]
         self.dispatches[position] = Dispatch(version, record["runner"], record.get("sessions", False))
 
     def _reported(self, record: Record) -> None:
         self._attempt(record).phase = Phase.SCORED
+        self._succeeded(record)
+
+    def _succeeded(self, record: Record) -> None:
+        if "success" in record:
+            name, part, rate, count = record["success"]
+            self.success_rates[name, part] = (rate, count)
+            self.counted[record["position"]] = record["attempt"]
 
     def _reopened(self, record: Record) -> None:
         self._attempt(record).phase = Phase.RUNNING
@@ -205,6 +222,7 @@ class History:
 
     def _ended(self, record: Record) -> None:
         self._reach(record["position"])
+        self._succeeded(record)
         self._end(self._attempt(record), Outcome(record["outcome"]))
 
     def _sealed(self, record: Record) -> None:
@@ -269,7 +287,8 @@ class History:
     def _end(self, group: Group, outcome: Outcome) -> None:
         self.outcomes[outcome] += 1
         del self.groups[group.position]
-        self.dispatches.pop(group.position, None)
+        for known in (self.dispatches, self.tasks, self.counted):
+            known.pop(group.position, None)
 
     def _let_go(self) -> None:
         covered = self.trained_step if self.checkpoint_step is None else min(self.trained_step, self.checkpoint_step)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -25,6 +26,7 @@ from slipstream.orchestrator.attempts import Attempt, RunningAttempts
 from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.concurrency_gate import ConcurrencyGate
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
+from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.evaluation import Evaluation
 from slipstream.orchestrator.external import ExternalGroups
@@ -102,6 +104,7 @@ class Sequencer:
         self._assigner = Assigner(
             config.run_id, config.kv_dtype, self.tasks, self.environments, config.samples_per_group
         )
+        self.curriculum = Curriculum(self.tasks, self.environments)
         self.external = ExternalGroups(
             config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes
         )
@@ -169,6 +172,7 @@ class Sequencer:
         self.plans = {step: history.plan(step) for step in history.sealed}
         self.totals.restore(history.totals)
         self.state.step = history.trained_step
+        self.curriculum.restore(history)
         self._give_up(given_up)
         for group in list(machine):
             if machine.reopened(group.position):
@@ -179,7 +183,10 @@ class Sequencer:
                 if dispatch.sessions:
                     self._lose(group.position, group.attempt)
                     continue
-                attempt = Attempt(self._assigner.training(group, dispatch.version), dispatch.runner_id, self._clock())
+                assignment = self._assigner.training(
+                    group, dispatch.version, self.curriculum.task_index(group.position)
+                )
+                attempt = Attempt(assignment, dispatch.runner_id, self._clock())
                 self._running.add(attempt)
                 self.leases.adopt(attempt.runner_id, [attempt.key])
 
@@ -270,6 +277,7 @@ class Sequencer:
             return None
         self.group_figures.dispatched(group)
         of_sessions = self.sessions.waiting and bool(runner.address)
+        task_index = None if of_sessions else self.curriculum.task_index(group.position)
         self._journal.append(
             "acquired",
             position=group.position,
@@ -278,11 +286,12 @@ class Sequencer:
             version=str(version),
             runner=runner.runner_id,
             **({"sessions": True} if of_sessions else {}),
+            **({"task": task_index} if task_index is not None else {}),
         )
         if of_sessions:
             members = self.sessions.take(group.position, group.attempt, runner.address, version)
             return self._assigner.sessions(group, members, version)
-        return self._assigner.training(group, version)
+        return self._assigner.training(group, version, task_index)
 
     # ---- taking reports
 
@@ -387,25 +396,30 @@ class Sequencer:
             self.failures.useless(assignment, running.runner_id, BAD_ADVANTAGES, str(error))
             self._end(position, attempt, Outcome.FAILED, BAD_ADVANTAGES)
             return False
+        success = self.curriculum.took(assignment, report.rollouts)
         if scored is None:
             self._interval.groups_filtered += 1
             self.totals.groups_filtered += 1
             self.state.progress(self.state.phase_fraction, groups_filtered_since_step=self._interval.groups_filtered)
-            self._end(position, attempt, Outcome.FILTERED, "NO_VARIANCE")
+            self._end(position, attempt, Outcome.FILTERED, "NO_VARIANCE", success)
             return False
         self.machine.scored(position, attempt)
         self._scored[position] = scored
-        self._journal.append("reported", position=position, attempt=attempt, rollouts=len(scored.records))
+        self._journal.append("reported", position=position, attempt=attempt, rollouts=len(scored.records), **success)
         return True
 
-    def _end(self, position: int, attempt: int, outcome: Outcome, reason: str) -> None:
+    def _end(
+        self, position: int, attempt: int, outcome: Outcome, reason: str, figures: Mapping[str, Any] | None = None
+    ) -> None:
         if outcome is Outcome.FILTERED:
             self.machine.filtered(position, attempt)
         else:
             self.machine.failed(position, attempt)
         self.sessions.group_ended(position, attempt, reason)
         telemetry.groups_ended.labels(outcome.value, reason).inc()
-        self._journal.append("ended", position=position, attempt=attempt, outcome=outcome.value, reason=reason)
+        self._journal.append(
+            "ended", position=position, attempt=attempt, outcome=outcome.value, reason=reason, **(figures or {})
+        )
 
     def _lose(self, position: int, attempt: int, *, counted: bool = True) -> None:
         group = self.machine.group(position)
@@ -698,8 +712,10 @@ class Sequencer:
             "step_s": trainer_metrics.get("step_s", step_s),
             "open_groups": self.machine.open_groups,
             **self.group_figures.fields(self.machine, self.machine.sealed_step + 1),
+            **self.curriculum.fields(),
             **self.totals.fields(),
         }
+        self.curriculum.forget_all_but(group.position for group in [*self.machine, *self.machine.parked])
         interval, self._interval = self._interval, StepInterval(now)
         self._metrics.write("step", step=plan.step, **figures)
         self.state.step = plan.step

@@ -48,7 +48,14 @@ class TaskSequence:
     def task(self, position: int) -> Task:
         """Return the training task of a position."""
         entry = self._entry(position)
-        return Task(entry.name, "train", _hash(f"{self.seed}/task/{position}") % entry.train_task_count)
+        return Task(entry.name, "train", self.candidate(position, 0)[0])
+
+    def candidate(self, position: int, number: int) -> tuple[int, float]:
+        """Return a task index that a position might have, the first being its own, and a draw from [0, 1)."""
+        entry = self._entry(position)
+        suffix = f"/{number}" if number else ""
+        index = _hash(f"{self.seed}/task/{position}{suffix}") % entry.train_task_count
+        return index, _hash(f"{self.seed}/draw/{position}/{number}") / 2**64
 
     def sampling_seed(self, group_id: str, attempt: int) -> int:
         """Return the seed of an attempt's sampling, below 2^31."""

@@ -83,6 +83,13 @@ groups_again = Reading(
     ["environment"],
 )
 
+success_rate = Reading(
+    "gauge",
+    "slipstream_orchestrator_success_rate",
+    "Part of the rollouts that were right, of late, where it chooses the tasks.",
+    ["environment"],
+)
+
 groups_cancelled = Counter(
     "slipstream_orchestrator_groups_cancelled",
     "Attempts that were given up, by reason.",
@@ -123,6 +130,7 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     lags.read_from(lambda: figures.lags(list(machine), machine.sealed_step + 1))
     oldest_group.read_from(lambda: figures.oldest_s(list(machine)))
     groups_again.read_from(lambda: figures.again)
+    success_rate.read_from(sequencer.curriculum.mean_rates)
     slots_used.read_from(lambda: machine.open_groups)
     slots_limit.read_from(lambda: machine.admission_bound)
     sessions_open.read_from(lambda: sequencer.sessions.open_count)

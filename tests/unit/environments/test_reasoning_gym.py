@@ -39,6 +39,34 @@ def test_what_is_held_out_is_not_trained_on_under_another_number():
     assert trained == {environment().prompt(environment().task("train", index)) for index in range(300)}
 
 
+async def test_a_tasks_number_says_its_level_and_every_level_is_held_out():
+    levels = [{"min_terms": terms, "max_terms": terms} for terms in (2, 3, 5)]
+    sums = environment(options={"min_digits": 1, "max_digits": 1}, levels=levels)
+
+    def terms(task) -> int:
+        return sums.prompt(task).count(" + ") + sums.prompt(task).count(" - ") + 1
+
+    assert [terms(sums.task("train", index)) for index in range(12)] == [2, 3, 5] * 4
+    assert Counter(terms(sums.task("held_out", index)) for index in range(18)) == {2: 6, 3: 6, 5: 6}
+    asked = sums.demonstration(4)
+    assert asked is not None
+    task = sums.task("held_out", 2)
+    answer = str(eval(sums.prompt(task).partition(": ")[2].removesuffix(" =")))
+    assert [score.correct for score in await sums.score(task, [Completion(answer, True)], Tools(None))] == [True]
+
+
+def test_a_curriculum_is_told_of_levels_and_of_data_sets_as_such():
+    def parts(**values) -> int | None:
+        values = {"dataset": "chain_sum", "curriculum": {"enabled": True}, **values}
+        return ReasoningGymConfig.model_validate(values).sequenced()["curriculum"].parts
+
+    mixture = {"dataset": "", "datasets": [{"name": "gcd"}, {"name": "chain_sum"}]}
+    assert [parts(), parts(levels=[{}, {}, {}]), parts(**mixture)] == [None, 3, 2]
+    assert parts(levels=[{}, {}], curriculum={"enabled": True, "parts": 7}) == 7
+    with pytest.raises(ValueError, match="their success rates are their weights"):
+        parts(**mixture | {"datasets": [{"name": "gcd", "weight": 2.0}, {"name": "chain_sum"}]})
+
+
 async def test_its_own_scorer_judges_and_only_the_whole_answer_is_right():
     sums = environment(before="Sum: ", after="?")
     shown = sums.demonstration(0, validation=True)
