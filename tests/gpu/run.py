@@ -40,6 +40,9 @@ STAGES: dict[str, tuple[int, list[str]]] = {
         300,
         [*PYTEST, "tests/engine", *ON_GPU, "--dtype", "bfloat16", "-k", "update or salts or decode or routes"],
     ),
+    "trainer": (150, [*PYTEST, "tests/gpu/test_trainer.py", "-s"]),
+    "throughput": (540, [sys.executable, "loadtests/trainer_throughput.py", "--all"]),
+    "smollm2": (440, [sys.executable, "tests/gpu/smollm2.py"]),
     "fp8": (300, [*PYTEST, "tests/gpu/test_quantised.py", "-s"]),
     "offload": (300, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
     "load": (420, [*LOAD, *LARGE.split(), "--parts", "service,large_update,capture", "--seconds", "8"]),
@@ -73,6 +76,10 @@ def main() -> int:
         command = [word.replace("{out}", str(options.out)) for word in command]
         if name.startswith(("load", "x2")):
             command = [*command, "--json", str(options.out / f"{name}.json")]
+        if name == "throughput":
+            command = [*command, "--profile", str(options.out), "--out", str(options.out / "throughput.jsonl")]
+        if name == "smollm2":
+            command = [*command, "--out", str(options.out)]
         with ThreadPoolExecutor(options.shards) as pool:
             parts = sharded(name, command, options.shards)
             codes = {

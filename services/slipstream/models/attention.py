@@ -90,6 +90,7 @@ def ragged_causal(
         scale=scale,
         window_size=(-1, 0),  # nothing behind a token, everything before it
         enable_gqa=q_TNH.shape[1] != k_TGH.shape[1],
+        num_splits=1,  # otherwise the other documents decide in which order a document's sums are taken
     )
     assert isinstance(out, Tensor), "only return_aux gives more"
     return out

@@ -1,14 +1,14 @@
 """Copies of weights in this process's memory, for publishing: later steps leave them be.
 
-From a card they go into page-locked memory, all at once and waited for once: one after another into memory that the
-kernel may move, the link to the card would mostly stand idle. Page-locking is slow, so there are two sets of buffers,
-used in turn: copies hold until the export after the next. The trainer publishes version n before it exports n + 2.
+From a card they go into page-locked memory, on a stream of their own beside the next step's passes: before weights
+change again, the card waits for them (`hold`). Page-locking is slow, so there are two sets of buffers, used in turn:
+copies hold until the export after the next. The trainer publishes version n before it exports n + 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,27 +18,55 @@ from torch import Tensor
 Memory = Literal["fresh", "reused", "page_locked"]
 
 
+class Copying:
+    """Copies that are being made."""
+
+    def __init__(self, arrays: dict[str, NDArray[np.float32]], made: Any = None) -> None:
+        self._arrays = arrays
+        self._made = made
+        self.size_bytes = sum(array.nbytes for array in arrays.values())
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """All of them, once they are made. Any thread may wait."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._arrays
+
+
 class HostCopies:
     """Float32 copies of tensors that have the same names and shapes each time."""
 
     def __init__(self, device: torch.device, memory: Memory | None = None) -> None:
         """`memory`: unset takes page-locked buffers for a card, and fresh memory each time on a CPU."""
-        self._device = device
         self._memory = memory or ("page_locked" if device.type == "cuda" else "fresh")
         self._sets: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._made: Any = None
 
     @torch.no_grad()
-    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.float32]]:
-        """Copies of all of them."""
+    def begin(self, tensors: Mapping[str, Tensor]) -> Copying:
+        """Copy all of them as they are now. Nobody writes to them before `hold`."""
         if self._memory == "fresh":
-            return {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in tensors.items()}
+            return Copying({name: tensor.detach().float().cpu().numpy().copy() for name, tensor in tensors.items()})
         buffers, other = self._sets[1], self._sets[0]
         self._sets = (buffers, other)
         for name, tensor in tensors.items():
             if name not in buffers:
                 locked = self._memory == "page_locked"
                 buffers[name] = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=locked)
-            buffers[name].copy_(tensor.detach(), non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return {name: buffers[name].numpy() for name in tensors}
+        if self._stream is None:
+            for name, tensor in tensors.items():
+                buffers[name].copy_(tensor)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                for name, tensor in tensors.items():
+                    buffers[name].copy_(tensor, non_blocking=True)
+                    tensor.record_stream(self._stream)  # one that was made for this is let go of before it is read
+                self._made = self._stream.record_event()
+        return Copying({name: buffers[name].numpy() for name in tensors}, self._made)
+
+    def hold(self) -> None:
+        """Let what is asked of the card from now on wait for the copies begun so far."""
+        if self._made is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._made)

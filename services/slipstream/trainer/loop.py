@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
-import numpy as np
 import structlog
 
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
@@ -55,6 +54,7 @@ from slipstream.weights.transport import WeightTransport
 
 if TYPE_CHECKING:  # torch is imported on its thread, after the server has started
     from slipstream.trainer.checkpoint_store import Saved
+    from slipstream.trainer.host_copies import Copying
     from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
 
@@ -91,15 +91,15 @@ class _Snapshot:
     """Weights of one version with their probe, on the way to the broadcaster."""
 
     probe: Probe
-    tensors: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    """All of them, where one rank has all."""
+    copying: Copying | None = None
+    """All of them, where one rank has all; on a card they are copied beside the next step."""
     adapter: Adapter | None = None
     boxes: Sequence[Box] = ()
     """Those of this rank, of several."""
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values()) + sum(box.values.nbytes for box in self.boxes)
+        return (self.copying.size_bytes if self.copying else 0) + sum(box.values.nbytes for box in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -378,18 +378,18 @@ class TrainingLoop:
         """Copies of the weights, or of the adapter alone once the rest is published, and what they say of the probe."""
         config = self._config
         prompts = probe_prompts(learner.model.sizes.vocab_size, config.probe_tokens, config.seed)
-        adapter, tensors, boxes = None, {}, []
+        adapter, copying, boxes = None, None, []
         if not learner.world.alone:
             boxes = await self._torch.run(learner.export_boxes)
         elif config.lora is None or config.lora.publish == "merged":
-            tensors = await self._torch.run(learner.export)
+            copying = await self._torch.run(learner.begin_export)
         else:
             whole, self._base = self._base is None, self._base or version
-            tensors = await self._torch.run(partial(learner.export_adapter, with_base=whole))
+            copying = await self._torch.run(partial(learner.begin_adapter_export, with_base=whole))
             name = adapter_name(config.run_dir.name, version)
             adapter = Adapter(name, self._base, config.lora.rank, config.lora.alpha)
         prompt, logps = await self._torch.run(choose_probe, prompts, learner.probe)
-        return _Snapshot(Probe(prompt, tuple(logps), config.probe_tolerance), tensors, adapter, boxes)
+        return _Snapshot(Probe(prompt, tuple(logps), config.probe_tolerance), copying, adapter, boxes)
 
     async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
         """Seal the version at the broadcaster, then report its step."""
@@ -420,7 +420,8 @@ class TrainingLoop:
         if self._publisher is not None:
             await self._publisher.publish(version, snapshot.boxes, snapshot.probe)
         else:
-            await self._transport.publish(version, snapshot.tensors, snapshot.probe, snapshot.adapter)
+            tensors = await asyncio.to_thread(snapshot.copying.arrays) if snapshot.copying else {}
+            await self._transport.publish(version, tensors, snapshot.probe, snapshot.adapter)
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call that is safe to repeat while its peer is away (starting, restarting) or has no room.

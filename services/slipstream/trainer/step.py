@@ -26,7 +26,7 @@ from slipstream.trainer.config import ParallelConfig
 from slipstream.trainer.cost import ModelCost, memory
 from slipstream.trainer.figures import StepFigures, TokenFigures
 from slipstream.trainer.frozen import FrozenLogps, FrozenModels
-from slipstream.trainer.host_copies import HostCopies
+from slipstream.trainer.host_copies import Copying, HostCopies
 from slipstream.trainer.loss_config import LossConfig
 from slipstream.trainer.objective import build_objective
 from slipstream.trainer.offload import ActivationOffload
@@ -163,6 +163,7 @@ class Learner:
             skipped = not bool(torch.isfinite(loss) & torch.isfinite(norm))  # of all ranks or of none
             if norm > self._optim.max_grad_norm:
                 scale_gradient(self.ranked, self._optim.max_grad_norm / (float(norm) + 1e-6))
+            self._copies.hold()
             lr = 0.0 if skipped else self.optimizer.step(step)
             if skipped:
                 self.optimizer.zero_grad()
@@ -264,17 +265,24 @@ class Learner:
         return logps_R.tolist(), float(self.world.smallest(torch.tensor(self.model.routes.margin())))
 
     @torch.no_grad()
-    def export(self) -> dict[str, NDArray[np.float32]]:
+    def begin_export(self) -> Copying:
         """Copies of all weights, adapters merged, by Hugging Face name (`host_copies.py`). Of a rank alone."""
-        return self._copies(to_hf(self.model))
+        return self._copies.begin(to_hf(self.model))
 
     @torch.no_grad()
-    def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
+    def begin_adapter_export(self, *, with_base: bool) -> Copying:
         """Copies of the adapter's tensors, and of the weights that it is added to. Of a rank alone."""
         adapters = adapters_of(self.model)
         assert adapters is not None
-        tensors = {**(to_hf(self.model, merged=False) if with_base else {}), **adapters.tensors()}
-        return self._copies(tensors)
+        return self._copies.begin({**(to_hf(self.model, merged=False) if with_base else {}), **adapters.tensors()})
+
+    def export(self) -> dict[str, NDArray[np.float32]]:
+        """`begin_export`, and wait for it."""
+        return self.begin_export().arrays()
+
+    def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
+        """`begin_adapter_export`, and wait for it."""
+        return self.begin_adapter_export(with_base=with_base).arrays()
 
     def export_boxes(self) -> list[Box]:
         """Copies of the weights that this rank holds, by Hugging Face name."""

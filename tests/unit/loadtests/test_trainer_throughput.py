@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bare_step import BareStep
 from trainer_shapes import SHAPES, make_model, make_sequence
-from trainer_throughput import BUDGET_CARD, main, missed, parse
+from trainer_throughput import BUDGET_CARD, main, missed, parse, run_for
 
 from slipstream.trainer.cost import ModelCost
 
@@ -24,6 +25,8 @@ def test_a_small_shape_is_measured_in_seconds(shape: str, tmp_path: Path, capsys
         "2",
         "--steps",
         "1",
+        "--warm-up",
+        "1",
         "--device",
         "cpu",
         "--peak-flops",
@@ -32,7 +35,7 @@ def test_a_small_shape_is_measured_in_seconds(shape: str, tmp_path: Path, capsys
         str(out),
     ]
     assert main(["--shape", shape, *words]) == 0
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text().splitlines()[-1])
     assert found["tokens"] == 128
     assert found["rl"]["tokens_per_s"] == pytest.approx(128 / found["rl"]["step_s"])
     assert sum(found["share"].values()) == pytest.approx(1.0)
@@ -48,8 +51,21 @@ def test_fp8_is_measured_beside_it(tmp_path: Path):
     out = tmp_path / "figures.jsonl"
     size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--device", "cpu", "--no-bare"]
     assert main(["--shape", "tiny-dense", "--fp8", *size, "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
+    first, found = (json.loads(line) for line in out.read_text().splitlines())
+    assert "rl" in first
+    assert "fp8" not in first  # written before it was tried
     assert found["fp8_speedup"] == pytest.approx(found["rl"]["step_s"] / found["fp8"]["step_s"])
+
+
+def test_a_profile_names_what_took_the_time(tmp_path: Path):
+    size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--device", "cpu", "--no-bare"]
+    assert main(["--shape", "tiny-dense", *size, "--profile", str(tmp_path)]) == 0
+    assert "aten::" in (tmp_path / "profile-tiny-dense.txt").read_text()
+
+
+def test_what_takes_too_long_is_ended(capfd: pytest.CaptureFixture[str]):
+    assert run_for([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == 124
+    assert "FAILED" in capfd.readouterr().out
 
 
 def test_the_bare_step_is_of_the_same_model():

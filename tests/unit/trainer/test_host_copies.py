@@ -18,7 +18,7 @@ def test_copies_hold_until_the_export_after_the_next(memory: Memory):
     for value in range(4):
         for weight in weights.values():
             weight.fill_(float(value))
-        taken.append(copies(weights))
+        taken.append(copies.begin(weights).arrays())
         assert all(tensor.dtype == np.float32 for tensor in taken[-1].values())
         for old in (value, value - 1):
             if old >= 0:
@@ -31,6 +31,6 @@ def test_copies_hold_until_the_export_after_the_next(memory: Memory):
 def test_a_view_is_copied_as_it_looks():
     whole = torch.arange(12.0).view(3, 4)
     for memory in ("fresh", "reused"):
-        copied = HostCopies(CPU, memory)({"column": whole[:, 1:3]})["column"]
+        copied = HostCopies(CPU, memory).begin({"column": whole[:, 1:3]}).arrays()["column"]
         np.testing.assert_array_equal(copied, whole[:, 1:3].numpy())
         assert not np.shares_memory(copied, whole.numpy())

@@ -1,10 +1,16 @@
-"""The same products on a card: torchao's kernels, and DeepGEMM's for experts where it is installed. In bfloat16.
+"""The same products on a card: torchao's kernels, and DeepGEMM's for experts where it is installed, by itself or in
+vLLM, whose CUDA wheel has a copy. In bfloat16.
 
 T = tokens or rows routed to experts, sorted by expert; N, K = output and input features; E = experts.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,6 +44,7 @@ def grouped_linear(x_TK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor
 
 class _Torchao:
     def __init__(self) -> None:
+        _find_deep_gemm()
         from torchao.prototype.blockwise_fp8_training import linear
         from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
 
@@ -45,6 +52,14 @@ class _Torchao:
         self.grouped_mm: Any = grouped_mm
 
 
+def _find_deep_gemm() -> None:
+    """Let torchao, which imports it by its own name, find the copy in vLLM."""
+    if importlib.util.find_spec("deep_gemm") is None and importlib.util.find_spec("vllm") is not None:
+        with suppress(ImportError):
+            sys.modules["deep_gemm"] = importlib.import_module("vllm.third_party.deep_gemm")
+
+
+@cache
 def _torchao() -> _Torchao:
     try:
         return _Torchao()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from slipstream.models.base import Model
 from slipstream.models.head import target_logps
 from slipstream.models.light_import import light_imports
+from slipstream.trainer import recompute
 from slipstream.trainer.muon import local
 from slipstream.trainer.parallel.context import context_of
 from slipstream.trainer.parallel.experts import AllToAllDispatcher
@@ -40,14 +41,10 @@ from slipstream.trainer.parallel.world import World
 from slipstream.trainer.sequence import Lost, TrainSequence
 
 with light_imports():
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
 # Outputs of a sharded module are views here, and nothing writes to them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-Checkpointing = Literal["none", "selective", "full"]
-"""Which activations of a block are computed again in the backward pass, with the same replayed routes."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def _norm_as_they_come(model: Any) -> None:
 def shard(
     model: Model,
     world: World,
-    checkpointing: Checkpointing = "none",
+    checkpointing: recompute.Checkpointing = "none",
     compiler: str | None = None,
     passes: Passes = DEFAULT_PASSES,
 ) -> Ranked:
@@ -193,9 +190,7 @@ def shard(
     expert_mesh = world.dims and world.dims.get_optional_mesh("ep")
     if expert_mesh is not None:
         _spread_experts(model, expert_mesh)
-    if checkpointing != "none":
-        policy = FullAC if checkpointing == "full" else SelectiveAC
-        policy.Config().build().apply(model)  # pyright: ignore[reportArgumentType]
+    recompute.apply(checkpointing, model)
     if compiler is not None:
         for block in model.layers.values():  # pyright: ignore[reportAttributeAccessIssue]
             block.compile(backend=compiler)

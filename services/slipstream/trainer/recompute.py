@@ -1,0 +1,30 @@
+"""Which activations of a block are kept for the backward pass, and which are computed again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from slipstream.models.light_import import light_imports
+
+with light_imports():
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+Checkpointing = Literal["none", "selective", "full"]
+"""Which activations of a block are computed again in the backward pass, with the same replayed routes."""
+
+
+class KeptProducts(SelectiveAC):
+    """torchtitan's choice, and what experts' products gave: those are most of a block of experts, and it left them out."""
+
+    def get_save_ops(self) -> set[Any]:
+        return super().get_save_ops() | {torch.ops.aten._grouped_mm.default}
+
+
+def apply(checkpointing: Checkpointing, model: Any) -> None:
+    """Wrap each block of a model."""
+    if checkpointing == "full":
+        FullAC(FullAC.Config()).apply(model)
+    elif checkpointing == "selective":
+        KeptProducts(SelectiveAC.Config()).apply(model)
