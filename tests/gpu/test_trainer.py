@@ -1,4 +1,4 @@
-"""The learner on a card against the same on a processor: gradients, FP8, offload, checkpoints, copies that are published.
+"""The learner on a card against the same on a processor: gradients, FP8, offload, checkpoints, published copies.
 
 python -m pytest tests/gpu/test_trainer.py
 """

@@ -16,7 +16,7 @@ Checkpointing = Literal["none", "selective", "full"]
 
 
 class KeptProducts(SelectiveAC):
-    """torchtitan's choice, and what experts' products gave: those are most of a block of experts, and it left them out."""
+    """torchtitan's choice, and what experts' products gave, which are most of a block of experts and not in it."""
 
     def get_save_ops(self) -> set[Any]:
         return super().get_save_ops() | {torch.ops.aten._grouped_mm.default}
