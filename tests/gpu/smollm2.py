@@ -109,7 +109,8 @@ def answer(model_dir: str, device: str, count: int) -> tuple[float, list[tuple[s
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or "<|im_end|>"
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval().to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = model.eval().to(device)
     problems: Any = list(reasoning_gym.create_dataset("chain_sum", seed=987654, size=count, **json.loads(OPTIONS)))
     asked = [
         tokenizer.apply_chat_template(
