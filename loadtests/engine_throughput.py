@@ -42,11 +42,19 @@ START_TIMEOUT_S = 400.0
 ROUNDS = 3
 UPDATE_INTERVAL_S = 2.0
 MEMORY_SAMPLES = 20
+KV_RELEASE_INTERVAL_S = 0.05
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000, help="of the memory part")
+    parser.add_argument("--parts", default="service,updates,memory,capture,large_update")
+    add_worker_arguments(parser)
+    return parser.parse_args()
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the load, and what a worker's process is told by the one that starts it."""
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=5.0, help="of one round of a ratio")
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -61,10 +69,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--quantization", default="none")
-    parser.add_argument("--parts", default="service,updates,memory,capture,large_update")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 # --- The worker's process ----------------------------------------------------------------------------
@@ -98,9 +104,11 @@ class Host:
             dtype=options.dtype,
             quantization=options.quantization,
             capture_routes=options.serve["capture_routes"],
+            connector=options.serve.get("connector", "none"),
             block_count=(options.concurrent + 4) * (context // 32 + 2),
             max_running_samples=options.concurrent,
             max_prefill_tokens=2048 if options.device == "cpu" else 8192,
+            **options.serve.get("engine", {}),
         )
         self.options = options
         self.sizes = sizes
@@ -209,6 +217,7 @@ async def serve(options: argparse.Namespace) -> None:
     from slipstream.decode.servicer import decode_servicers
     from slipstream.engine.worker.updates import WorkerState
     from slipstream.engine.worker.worker import Worker
+    from slipstream.prefill.servicer import prefill_servicers
 
     class Nothing:
         async def version(self, key: str) -> PolicyVersion:
@@ -218,13 +227,20 @@ async def serve(options: argparse.Namespace) -> None:
     host = Host(options, directory)
     await host.engine.start()
     await host.update()
-    config = DecodeConfig(run_dir=directory, run_id="load", replica="decode-1", engine=host.config)
+    prefills = options.serve.get("prefills", False)
+    replica = "prefill-1" if prefills else "decode-1"
+    config = DecodeConfig(run_dir=directory, run_id="load", replica=replica, engine=host.config)
     unused: Any = Nothing()  # versions come by command
-    worker = Worker(config, worker_pb2.WORKER_ROLE_DECODE, host.engine, unused, unused)
+    role = worker_pb2.WORKER_ROLE_PREFILL if prefills else worker_pb2.WORKER_ROLE_DECODE
+    worker = Worker(config, role, host.engine, unused, unused)
     worker.updates.state = WorkerState.SERVING
     limits = host.engine.limits
-    kv = KvClient(Access(), (), 5.0, limits.max_context_tokens * limits.kv_bytes_per_token)
-    server, port = build_server(config, [*worker.servicers(), *decode_servicers(worker, kv)])
+    known: set[str] = set()
+    """Prefill workers whose KV it takes."""
+    kv = KvClient(Access(), known, 5.0, limits.max_context_tokens * limits.kv_bytes_per_token)
+    both = [*prefill_servicers(worker, host.config.transfer_ttl_s), *decode_servicers(worker, kv)]
+    server, port = build_server(config, [*worker.servicers(), *both])
+    releasing = asyncio.create_task(kv.release_for_ever(KV_RELEASE_INTERVAL_S))
     await server.start()
     await worker.bound(port)
 
@@ -242,6 +258,8 @@ async def serve(options: argparse.Namespace) -> None:
             answer = await host.update(**command)
         elif name == "memory":
             answer = host.memory_mb()
+        elif name == "know":
+            known.add(command["address"])
         elif name == "updating":
             updating = asyncio.create_task(host.update_for_ever())
         elif name == "still":
@@ -251,6 +269,7 @@ async def serve(options: argparse.Namespace) -> None:
             if not updating.cancelled():
                 updating.result()
         print(json.dumps(answer), file=answers, flush=True)
+    releasing.cancel()
     await server.stop(None)
     await kv.close()
     await host.engine.stop()
@@ -266,7 +285,8 @@ class Client:
         self.options = options
         self._number = 0
 
-    async def start(self, stack: AsyncExitStack, capture_routes: bool) -> None:
+    async def start(self, stack: AsyncExitStack, capture_routes: bool, cards: str = "", **more: Any) -> None:
+        """`cards`: those that the worker sees, its own first. `more`: what else `serve` looks at."""
         from slipstream.api.inference.v1 import decode_pb2_grpc
         from slipstream.api.rollout.v1 import rows_pb2_grpc
         from slipstream.common.auth import Access
@@ -274,11 +294,14 @@ class Client:
 
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         read, write = os.pipe()
-        told = {"directory": directory, "answers": write, "capture_routes": capture_routes}
-        command = [sys.executable, __file__, *sys.argv[1:], "--serve", json.dumps(told)]
+        told = {"directory": directory, "answers": write, "capture_routes": capture_routes, **more}
+        command = [sys.executable, sys.argv[0], *sys.argv[1:], "--serve", json.dumps(told)]
         path = os.pathsep.join([str(ROOT / "services"), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        if cards:
+            environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": cards}
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, pass_fds=(write,), env={**os.environ, "PYTHONPATH": path}
+            *command, stdin=asyncio.subprocess.PIPE, pass_fds=(write,), env=environment
         )
         stack.push_async_callback(self._stop)
         os.close(write)
@@ -286,8 +309,9 @@ class Client:
         pipe = os.fdopen(read)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._answers), pipe)
         place = await self._answer()
-        self.epoch = place["epoch"]
-        channel = open_channel(place["address"], Access())
+        self.epoch, self.address = place["epoch"], place["address"]
+        channel = open_channel(self.address, Access())
+        self.channel = channel
         stack.push_async_callback(channel.close)
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._rows = rows_pb2_grpc.RowsServiceStub(channel)

@@ -2,10 +2,16 @@
 
     PYTHONPATH=examples python loadtests/two_cards.py --json run.jsonl --limit-s 200 --runs DIR @ examples/h200-x2.toml
 
+    ... --bounds 0,4 --limit-s 90 @ examples/h200-x2.toml @ loadtests/async_vs_sync_cards.toml
+
 Appends a line of JSON for the start (`up_s`), for each step, for each update of an engine, and one
 `summary` at the end: steps, wall and trained tokens a second over all steps but the first, lag, mismatch in its parts,
 pause, and how the run ended. Of a run that fails, the last lines of every log that speaks of an error are printed. Ends
 with the run's own exit code, or 124 after `--limit-s`.
+
+With `--bounds` one run after another, each with another `orchestrator.max_off_policy_steps` (0 is synchronous), and a
+line `comparison`: what each trains a second, and how many times as much as the first. What a run had trained when its
+time was over counts, so the end at the limit is no failure there.
 """
 
 from __future__ import annotations
@@ -95,9 +101,24 @@ def picked(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: record[name] for name in names if name in record}
 
 
-def run(arguments: list[str], runs: Path, out: Path, limit_s: float) -> int:
-    """The run to its end, or to the limit."""
-    name = f"run-{os.getpid()}"
+def compare(arguments: list[str], runs: Path, out: Path, limit_s: float, bounds: list[int]) -> int:
+    """The same run with one staleness bound after another."""
+    found: dict[int, Watched] = {}
+    for bound in bounds:
+        words = [*arguments, "--orchestrator.max-off-policy-steps", str(bound)]
+        code, found[bound] = run(words, runs, out, limit_s, f"bound-{bound}-{os.getpid()}")
+        if code not in (0, 124):
+            return code
+    speeds = {bound: watched.summary("").get("trained_tokens_per_s", 0.0) for bound, watched in found.items()}
+    first = speeds[bounds[0]]
+    ratios = {bound: speed / first for bound, speed in speeds.items()} if first else {}
+    found[bounds[-1]].note("comparison", trained_tokens_per_s=speeds, times_the_first=ratios)
+    print(json.dumps({"trained_tokens_per_s": speeds, "times_the_first": ratios}, indent=1), flush=True)
+    return 0 if ratios else 1
+
+
+def run(arguments: list[str], runs: Path, out: Path, limit_s: float, name: str) -> tuple[int, Watched]:
+    """The run to its end, or to the limit; the code to end with, and what there is of it."""
     words = ("rl", *arguments, "--run.directory", str(runs), "--run.name", name)
     path = os.pathsep.join([str(ROOT / "services"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
@@ -119,7 +140,7 @@ def run(arguments: list[str], runs: Path, out: Path, limit_s: float) -> int:
     print(json.dumps(summary, indent=1), flush=True)
     if process.returncode or ended == "limit":
         print_errors(runs / name / "logs")
-    return 124 if ended == "limit" else process.returncode
+    return 124 if ended == "limit" else process.returncode, watched
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -147,9 +168,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=200.0)
     parser.add_argument("--runs", type=Path, required=True, help="where its directory is made")
+    parser.add_argument("--bounds", type=lambda text: [int(each) for each in text.split(",")], default=[])
     options, rest = parser.parse_known_args()
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    return run(rest, options.runs, options.json, options.limit_s)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    if options.bounds:
+        return compare(rest, options.runs, options.json, options.limit_s, options.bounds)
+    return run(rest, options.runs, options.json, options.limit_s, f"run-{os.getpid()}")[0]
 
 
 if __name__ == "__main__":
