@@ -8,8 +8,9 @@ Two workers with all servicers, each an engine of the same random model, are sta
 of JSON, as they come:
 
 * `exact`: `--exact` prompts of different lengths, one after another, greedily. Answers and expert rows of prefill at
-  one and decode at the other engine are compared with those of one engine alone. In float32 every token and every row
-  must be the same, or it ends with 1; in bfloat16 near ties fall differently, and the parts that agree are told.
+  one and decode at the other engine are compared with those of one engine alone. In float32 every answer must be the
+  same, and of rows, which may differ where two experts are nearly tied, all but one in a thousand, or it ends with 1;
+  in bfloat16 the parts that agree are told.
 * `load`, for each mode: the same closed loop of `--concurrent` requests, prompts of `--prompt-tokens`, half, or twice
   as many, answers of `--output-tokens`; tokens a second of prompts and answers, time to the first token (of each eighth
   request, which asks for it at once), and the time between tokens after it. `one`: all on one engine, the other idle.
@@ -39,6 +40,7 @@ ONE, SPLIT, PAIR = "one", "split", "pair"
 EARLY_OF = 8
 """Each so many requests asks for its tokens as they come."""
 CALL_TIMEOUT_S = 120.0
+ROWS_EQUAL = 0.999
 
 
 @dataclass
@@ -261,7 +263,7 @@ async def measure(options: argparse.Namespace) -> int:
         if "exact" in options.parts.split(","):
             found = await exact(pools, options)
             note("exact", dtype=options.dtype, **found)
-            same = found["answers_equal"] == options.exact and found["rows"] == found["rows_equal"]
+            same = found["answers_equal"] == options.exact and found["rows_equal"] >= ROWS_EQUAL * found["rows"]
             failed = options.dtype == "float32" and not (same and not found["rows_missing"])
         if "load" in options.parts.split(","):
             for mode in (ONE, SPLIT, PAIR):

@@ -33,6 +33,18 @@ RUN = [sys.executable, "loadtests/two_cards.py", "--runs", "/tmp/runs", "--limit
 RANKS = [*PYTEST, "-v", "-s", "tests/gpu/test_parallel.py", "--device", "cuda"]
 RANKS_LOAD = [sys.executable, "loadtests/ranks_throughput.py", "--device", "cuda"]
 
+X2 = ["@", "examples/h200-x2.toml"]
+SPLIT = [sys.executable, "loadtests/prefill_decode.py", "--cards", "0,1", "--engine", '{"compiled": false}']
+EXACT = (
+    "--parts exact --exact 24 --device cuda --dtype float32 --layers 4 --experts 16 --hidden 512 --heads 8 --top-k 4 "
+    "--expert-dim 256 --vocab 4096 --prompt-tokens 256 --output-tokens 64"
+)
+SPLIT_LOAD = (
+    f"{LARGE.replace('--layers 16', '--layers 8').replace('--expert-dim 256', '--expert-dim 768')} --parts exact,load "
+    "--exact 6 --prompt-tokens 1024 --output-tokens 256 --concurrent 64 --seconds 8"
+)
+"""Layers of Qwen3-30B-A3B's shape."""
+
 STAGES: dict[str, tuple[int, list[str]]] = {
     "smoke": (240, [*PYTEST, "tests/engine/test_update.py", *ON_GPU, "-k", "back_and_forth", "-x", "-s"]),
     "suite32": (540, [*PYTEST, "tests/engine", *ON_GPU]),
@@ -55,9 +67,12 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "ranks_short": (150, [*RANKS, "-k", "gradient_of_one or lost or (steps and ep2)"]),
     "ranks": (300, RANKS),
     "ranks_load": (240, [*RANKS_LOAD, "--out", "{out}/ranks.jsonl"]),
-    "x2_smoke": (150, [*RUN, "120", "@", "examples/h200-x2.toml", "@", "examples/h200-x2-tiny.toml"]),
-    "x2": (260, [*RUN, "220", "@", "examples/h200-x2.toml"]),
-    "x2_prefill": (260, [*RUN, "220", "@", "examples/h200-x2.toml", "@", "examples/h200-x2-prefill.toml"]),
+    "x2_smoke": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml"]),
+    "x2": (260, [*RUN, "220", *X2]),
+    "x2_prefill": (260, [*RUN, "220", *X2, "@", "examples/h200-x2-prefill.toml"]),
+    "x2_async": (260, [*RUN, "95", "--bounds", "0,4", *X2, "@", "loadtests/async_vs_sync_cards.toml"]),
+    "x2_exact": (150, [*SPLIT, *EXACT.split()]),
+    "x2_split": (200, [*SPLIT, *SPLIT_LOAD.split()]),
 }
 """The same on two."""
 

@@ -26,6 +26,10 @@ VLLM_MIB = 1200
 """The same of a worker with vLLM, its two processes together: the demo shows 470 and 870 MiB with their KV."""
 VLLM_COPIES = 6
 """The above, the version in use as vLLM reads it, its parameters, and those packed for its kernels."""
+TRAINER_COPIES_ON_CARD = 2
+"""Of a trainer that computes on a card: page-locked copies that are published, in turn."""
+VLLM_COPIES_ON_CARD = 3
+"""Of an engine on a card: weights fetched, and two versions in its own dtype, which is narrower."""
 
 
 def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
@@ -33,14 +37,18 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
     sizes = sizes or config.model
     weights = 4 * sizes.parameter_count(sizes.vocab_size or 128)
     total = MIB * (BASE_MIB["valkey"] + BASE_MIB["orchestrator"] + BASE_MIB["broadcaster"])
-    total += MIB * (BASE_MIB["router"] + BASE_MIB["trainer"]) + TRAINER_COPIES * weights
     trainer: Any = config.section("trainer")
-    total += weights if trainer.loss.reference_kl_coefficient else 0
+    on_card = trainer.compute.device == "cuda"
+    total += MIB * (BASE_MIB["router"] + BASE_MIB["trainer"])
+    total += (TRAINER_COPIES_ON_CARD if on_card else TRAINER_COPIES) * weights
+    total += weights if trainer.loss.reference_kl_coefficient and not on_card else 0
     for pool in ("prefill", "decode"):
         engine: Any = getattr(config.section(pool), "engine", None)
         tokens = engine.block_count * engine.block_size_tokens
         kv = 4 * tokens * sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim
         base, copies = (VLLM_MIB, VLLM_COPIES) if engine.type == "vllm" else (BASE_MIB[pool], WORKER_COPIES)
+        if engine.type == "vllm" and engine.device == "cuda":
+            kv, copies = 0, VLLM_COPIES_ON_CARD
         if engine.type == "vllm" and engine.offload is not None:
             kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
         total += config.replicas(pool) * config.data_parallel_size(pool) * (MIB * base + copies * weights + kv)

@@ -72,6 +72,19 @@ def test_more_workers_and_more_blocks_need_more():
     assert needed_bytes(load_config(RUN_CONFIG, [DEMO], offload)) > 2 * 8_000_000_000
 
 
+def test_what_is_on_cards_takes_no_memory_of_the_machine_but_for_its_copies():
+    on_cards = ["decode.engine.type=vllm", "decode.replicas=1", "prefill.replicas=0", "model.dim=2048"]
+    on_cards += ["trainer.compute.device=cuda", "decode.engine.device=cuda"]
+    config = load_config(RUN_CONFIG, [DEMO], on_cards)
+    weights = 4 * config.model.parameter_count(128)
+    small = load_config(RUN_CONFIG, [DEMO], [each for each in on_cards if "dim" not in each])
+    more = weights - 4 * small.model.parameter_count(128)
+    assert needed_bytes(config) - needed_bytes(small) == 5 * more
+    assert needed_bytes(
+        load_config(RUN_CONFIG, [DEMO], [*on_cards, "decode.engine.block-count=1000000"])
+    ) == needed_bytes(config)
+
+
 def test_a_reference_policy_needs_one_more_copy_of_the_weights():
     small = load_config(RUN_CONFIG, [DEMO])
     held = load_config(RUN_CONFIG, [DEMO], ["trainer.loss.reference-kl-coefficient=0.1"])
