@@ -2,12 +2,12 @@
 
     PYTHONPATH=examples python loadtests/two_cards.py --json run.jsonl --limit-s 200 --runs DIR @ examples/h200-x2.toml
 
-    ... --bounds 0,4 --limit-s 90 @ examples/h200-x2.toml @ loadtests/async_vs_sync_cards.toml
+    ... --bounds 0,4 --train-s 50 @ examples/h200-x2.toml @ loadtests/async_vs_sync_cards.toml
 
 Appends a line of JSON for the start (`up_s`), for each step, for each update of an engine, and one
 `summary` at the end: steps, wall and trained tokens a second over all steps but the first, lag, mismatch in its parts,
 pause, and how the run ended. Of a run that fails, the last lines of every log that speaks of an error are printed. Ends
-with the run's own exit code, or 124 after `--limit-s`.
+with the run's own exit code, or 124 after `--limit-s` or `--train-s`.
 
 With `--bounds` one run after another, each with another `orchestrator.max_off_policy_steps` (0 is synchronous), and a
 line `comparison`: what each trains a second, and how many times as much as the first. What a run had trained when its
@@ -33,6 +33,7 @@ from slipstream.launcher.child import guarded
 from slipstream.launcher.records import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
+WRONG = re.compile(r'"level": "(error|warning)"|Traceback|Error:|ERROR')
 POLL_S = 0.5
 STOP_S = 25.0
 STEP_FIELDS = (
@@ -60,6 +61,8 @@ class Watched:
         self.steps: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
         self.began_s = time.time()
+        self.up_s: float | None = None
+        """When training began, Unix time."""
 
     def note(self, kind: str, **values: Any) -> None:
         with self._out.open("a") as out:
@@ -70,6 +73,7 @@ class Watched:
         records = list(read_json_lines(self.directory / "metrics.jsonl"))
         for record in records[self._seen :]:
             if record["kind"] == "phase" and record["phase"] == "training":
+                self.up_s = record["time_s"]
                 self.note("up", up_s=round(record["time_s"] - self.began_s, 1))
             elif record["kind"] == "step":
                 self.steps.append(picked(record, STEP_FIELDS))
@@ -78,6 +82,10 @@ class Watched:
                 self.updates.append(picked(record, UPDATE_FIELDS))
                 self.note("update", **self.updates[-1])
         self._seen = len(records)
+
+    def trained_for(self, train_s: float | None) -> bool:
+        """Whether that time has passed since training began."""
+        return None not in (self.up_s, train_s) and time.time() > (self.up_s or 0.0) + (train_s or 0.0)
 
     def summary(self, ended: str) -> dict[str, Any]:
         """Of all steps but the first, whose kernels are compiled."""
@@ -101,12 +109,13 @@ def picked(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: record[name] for name in names if name in record}
 
 
-def compare(arguments: list[str], runs: Path, out: Path, limit_s: float, bounds: list[int]) -> int:
+def compare(arguments: list[str], options: argparse.Namespace) -> int:
     """The same run with one staleness bound after another."""
+    bounds: list[int] = options.bounds
     found: dict[int, Watched] = {}
     for bound in bounds:
         words = [*arguments, "--orchestrator.max-off-policy-steps", str(bound)]
-        code, found[bound] = run(words, runs, out, limit_s, f"bound-{bound}-{os.getpid()}")
+        code, found[bound] = run(words, options, f"bound-{bound}-{os.getpid()}")
         if code not in (0, 124):
             return code
     speeds = {bound: watched.summary("").get("trained_tokens_per_s", 0.0) for bound, watched in found.items()}
@@ -117,8 +126,9 @@ def compare(arguments: list[str], runs: Path, out: Path, limit_s: float, bounds:
     return 0 if ratios else 1
 
 
-def run(arguments: list[str], runs: Path, out: Path, limit_s: float, name: str) -> tuple[int, Watched]:
+def run(arguments: list[str], options: argparse.Namespace, name: str) -> tuple[int, Watched]:
     """The run to its end, or to the limit; the code to end with, and what there is of it."""
+    runs: Path = options.runs
     words = ("rl", *arguments, "--run.directory", str(runs), "--run.name", name)
     path = os.pathsep.join([str(ROOT / "services"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
@@ -126,19 +136,20 @@ def run(arguments: list[str], runs: Path, out: Path, limit_s: float, name: str) 
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
     )
-    watched = Watched(runs / name, out)
+    watched = Watched(runs / name, options.json)
     watched.note("run", arguments=arguments, time_s=watched.began_s)
-    deadline_s = time.monotonic() + limit_s
-    while process.poll() is None and time.monotonic() < deadline_s:
+    deadline_s = time.monotonic() + options.limit_s
+    while process.poll() is None and time.monotonic() < deadline_s and not watched.trained_for(options.train_s):
         time.sleep(POLL_S)
         watched.look()
     ended = "limit" if process.poll() is None else f"exit code {process.returncode}"
+    failed = process.poll() not in (None, 0)
     end(process)
     watched.look()
     summary = watched.summary(ended)
     watched.note("summary", **summary)
     print(json.dumps(summary, indent=1), flush=True)
-    if process.returncode or ended == "limit":
+    if failed or not watched.steps:
         print_errors(runs / name / "logs")
     return 124 if ended == "limit" else process.returncode, watched
 
@@ -158,7 +169,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def print_errors(logs: Path) -> None:
     for log in sorted(logs.glob("*")):
         lines = log.read_text(errors="replace").splitlines()
-        wrong = [line for line in lines if re.search(r"error|Traceback|warning", line, re.IGNORECASE)]
+        wrong = [line for line in lines if WRONG.search(line)]
         for line in [*wrong[-4:], *lines[-3:]]:
             print(f"{log.name}: {line[:400]}")
 
@@ -166,15 +177,16 @@ def print_errors(logs: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--limit-s", type=float, default=200.0)
+    parser.add_argument("--limit-s", type=float, default=200.0, help="of a run, its start included")
+    parser.add_argument("--train-s", type=float, help="of a run, from the beginning of its training")
     parser.add_argument("--runs", type=Path, required=True, help="where its directory is made")
     parser.add_argument("--bounds", type=lambda text: [int(each) for each in text.split(",")], default=[])
     options, rest = parser.parse_known_args()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.runs.mkdir(parents=True, exist_ok=True)
     if options.bounds:
-        return compare(rest, options.runs, options.json, options.limit_s, options.bounds)
-    return run(rest, options.runs, options.json, options.limit_s, f"run-{os.getpid()}")[0]
+        return compare(rest, options)
+    return run(rest, options, f"run-{os.getpid()}")[0]
 
 
 if __name__ == "__main__":
