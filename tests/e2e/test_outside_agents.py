@@ -19,6 +19,7 @@ SETTINGS = (
     *("--gateway.enabled", "true", "--launcher.restart", "on_failure", "--orchestrator.sessions.only", "true"),
     *("--orchestrator.groups-per-step", "1", "--orchestrator.total-steps", "2"),
 )
+KILLED = ("gateway", "runner-1", "orchestrator")
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -65,12 +66,14 @@ def test_what_agents_were_told_trains_token_by_token(launch):
         assert refusal(one, "no key at all") == (401, "invalid_api_key")
         assert refusal(one, (run.path / "token").read_text().strip()) == (401, "invalid_api_key")
 
-        # The gateway keeps nothing: its next process goes on with the same keys.
-        before = run.pid("gateway")
-        os.kill(before, signal.SIGKILL)
-        run.wait_until(lambda: run.pid("gateway") != before)
-        again = work(one)
-        assert again[0] == messages[0]
+        # Whichever of the processes behind it is killed, the next one goes on with the same session.
+        for replica in KILLED:
+            before = run.pid(replica)
+            os.kill(before, signal.SIGKILL)
+            run.wait_until(lambda before=before, replica=replica: run.pid(replica) != before)
+            again = work(one)
+            assert again[0] == messages[0]
+            assert client.get_session(one.session_id).state is SessionState.OPEN
 
         assert client.close_session(one.session_id, 1.0).state is SessionState.CLOSED
         assert refusal(one, one.key) == (410, "session_ended")
@@ -88,8 +91,8 @@ def test_what_agents_were_told_trains_token_by_token(launch):
     codec = TextCodec.load(run.path / "model")
     records = {(record["group_id"], record["sample"]): record for record in run.rollouts()}
     first = records["train-0", 0]
-    # Both loops began alike: the second is a sample of its own, as it goes on from nothing that was sampled.
-    assert first["turns"] == 6
+    # All loops began alike: each is a sample of its own, as it goes on from nothing that was sampled.
+    assert first["turns"] == 3 * (1 + len(KILLED))
     shown = codec.decode_all(first["token_ids"])
     for message in messages:
         if message["role"] == "assistant":

@@ -256,6 +256,13 @@ class SessionEnded(SlipstreamError):
     reason = "SESSION_ENDED"
 
 
+class SessionLimitReached(SlipstreamError):
+    """The session has all that one may have of `metadata["name"]`, a setting: close it, or ask for less."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "SESSION_LIMIT_REACHED"
+
+
 class SessionsFull(SlipstreamError):
     """`metadata["limit"]` sessions are open already, or no admission slot came in time. Back off and retry."""
 

@@ -84,6 +84,8 @@ class Transcript:
         self._chat = chat
         self._context_tokens = context_tokens
         self._samples: list[_Sample] = []
+        self.text_bytes = 0
+        """Of all prompts as text, which are kept."""
 
     @property
     def sample_count(self) -> int:
@@ -130,6 +132,20 @@ class Transcript:
         begun: Begun = "history" if self._samples else "first"
         return self._begin(Prompt(len(self._samples), 0, 0, self._chat.encode(text), begun), [], text, ())
 
+    def take_up(self, prompt: Prompt, messages: Sequence[Message], tools: Sequence[ToolSpec], text: str | None) -> None:
+        """As `ask` answered it in an earlier process, or `ask_text` where there is a text."""
+        base = self._samples[prompt.base_sample] if prompt.base_token_count else None
+        turn = next((turn for turn in base.turns if turn.end == prompt.base_token_count), None) if base else None
+        if base is not None and turn is None:
+            raise ValueError("its beginning is not there")
+        if base is not None and turn is not None:
+            messages = [*base.messages[: turn.message_count + 1], *messages[turn.message_count + 1 :]]
+        tools = tuple(tools)
+        shown = self._chat.show(messages, tools) if text is None else text
+        while len(self._samples) < prompt.sample:  # of turns that came to no end there, or do so later
+            self._samples.append(_Sample())
+        self._begin(prompt, messages, shown, tools)
+
     def shown(self, sample: int) -> str:
         """The prompt of the last `ask` of a sample as text."""
         return self._samples[sample].turns[-1].shown
@@ -157,8 +173,15 @@ class Transcript:
         """Forget the last `ask` of a sample: its turn failed. What goes on from the turn before is a branch."""
         known = self._samples[sample]
         if known.turns and not known.turns[-1].end:
-            known.turns.pop()
+            self.text_bytes -= text_bytes(known.turns.pop().shown)
             known.closed = True
+
+    def take_back(self, prompts: Sequence[Prompt]) -> None:
+        """Forget the newest prompts, of which nothing was sampled and nobody knows."""
+        for prompt in reversed(prompts):
+            self.give_up(prompt.sample)
+            if prompt.begun and prompt.sample == len(self._samples) - 1:
+                self._samples.pop()
 
     def room(self, prompt: Prompt) -> int:
         """Tokens that the turn after a prompt may have, at least 1."""
@@ -205,6 +228,7 @@ class Transcript:
         sample.token_count = prompt.token_count
         sample.messages[:] = messages
         sample.turns.append(_Turn(len(messages), shown, tools))
+        self.text_bytes += text_bytes(shown)
         return prompt
 
     def _check_text(self, token_count: int, text: str) -> None:
@@ -218,6 +242,11 @@ class Transcript:
                 name="prompt",
                 limit=self._context_tokens,
             )
+
+
+def text_bytes(text: str) -> int:
+    """What a text takes as UTF-8."""
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _same_count(known: Sequence[Message], given: Sequence[Message]) -> int:

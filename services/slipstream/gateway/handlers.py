@@ -20,6 +20,10 @@ from slipstream.gateway.turns import Turns
 log = structlog.get_logger()
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"})
+SERVED = (
+    "there are POST /v1/chat/completions, POST /v1/completions and GET /v1/models. "
+    "Agents that use the Responses API take chat completions instead"
+)
 STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 
 
@@ -142,6 +146,8 @@ async def in_openai_shape(request: web.Request, handler: web.Handler) -> web.Str
         response = refused(refusal_of(error))
     except web.HTTPRequestEntityTooLarge as error:
         response = refused(Refusal(413, f"the body is too large: {error.text}", code="body_too_large"))
+    except web.HTTPNotFound:
+        response = refused(Refusal(404, f"{request.path} is not served: {SERVED}", code="not_found"))
     except web.HTTPException as error:
         response = refused(Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code="not_found"))
     except ConnectionResetError:

@@ -43,6 +43,35 @@ PARAMS = {"max_new_tokens": "max_tokens", "prompt": "messages"}
 """Fields as a client of the gateway knows them."""
 
 
+ENDINGS = {
+    "CLOSED": "it was closed with its reward",
+    "TRAINED": "a step was trained on it",
+    "DISCARDED": "it was closed without a reward",
+    "IDLE_TIMEOUT": "nothing was asked of it for longer than its idle timeout",
+    "TIMED_OUT": "it ran into one of its timeouts",
+    "DEADLINE": "it took longer than its total timeout",
+    "AGED_OUT": "the policy has moved too many steps since it was opened (orchestrator.max_off_policy_steps)",
+    "RUNNER_LOST": "its runner is gone, and with it its conversation",
+    "TURNS_LOST": "its runner was started again, and cannot read all of its turns",
+    "NO_TURNS": "it was closed before anything was sampled",
+    "NO_VARIANCE": "the rewards of its group do not differ, so that there is nothing to learn",
+    "NO_SESSION_CLOSED": "no member of its group was closed with a reward",
+    "TOO_FEW_MEMBERS": "too few members of its group were closed with a reward",
+    "GROUP_ENDED": "its group has ended",
+    "RUN_COMPLETE": "the run needs no more of them",
+    "RUN_STOPPED": "the run was stopped",
+    "RUN_FINISHED": "the run has finished",
+    "RUN_FAILED": "the run has failed",
+}
+"""What the reasons of a session's end mean."""
+
+
+def ended(reason: str) -> Refusal:
+    """The session takes no more requests."""
+    why = ENDINGS.get(reason, "its group was given up")
+    return Refusal(410, f"the session has ended: {why} ({reason}); open another", code="session_ended")
+
+
 def refusal_of(error: errors.SlipstreamError) -> Refusal:
     """What a failure behind the gateway is for its client.
 
@@ -55,9 +84,11 @@ def refusal_of(error: errors.SlipstreamError) -> Refusal:
         case errors.SessionUnknown():
             return wrong_key()
         case errors.SessionEnded():
-            return Refusal(410, error.message, code=code)
+            return ended(error.metadata.get("session_reason", "GROUP_ENDED"))
         case errors.ContextTooLong():
             return Refusal(400, error.message, code="context_length_exceeded", param=param)
+        case errors.SessionLimitReached():
+            return Refusal(400, error.message, code=code)
         case errors.SamplingBiased():
             return Refusal(400, error.message, code="unsupported_value", param=param)
         case errors.InvalidRequest() | errors.Unsupported():

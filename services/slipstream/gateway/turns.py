@@ -32,7 +32,8 @@ class Turns:
                 rollout_pb2.FindSessionRequest(key_sha256=digest), timeout=FIND_TIMEOUT_S
             )
         if found.session.state != OPEN:
-            reason = found.session.reason or rollout_pb2.SessionState.Name(found.session.state)
+            state = rollout_pb2.SessionState.Name(found.session.state).removeprefix("SESSION_STATE_")
+            reason = found.session.reason or state
             raise SessionEnded(f"the session has ended: {reason}", session_reason=reason)
         return found
 

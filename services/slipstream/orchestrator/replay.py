@@ -17,6 +17,7 @@
 | checkpoint | the newest checkpoint is of this step |
 | evaluating, evaluated | an evaluation began, and what it found |
 | paused, unpaused | a client holds the run, or lets it go on |
+| session | a session of an outside agent was opened, was closed, or has ended |
 | run_ended | the run is over |
 | summary | all of that, at the head of a segment: where it is the first record left, it stands for those before |
 
@@ -39,6 +40,7 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.assignments import group_id_of
 from slipstream.orchestrator.run_state import AccuracyResult
 from slipstream.orchestrator.sealer import SealedPlan
+from slipstream.orchestrator.session_history import KeptSession, session_of
 
 Record = Mapping[str, Any]
 
@@ -71,7 +73,7 @@ class Dispatch:
     version: PolicyVersion
     runner_id: str
     sessions: bool = False
-    """Its members are sessions of an outside agent, which end with the process that opened them."""
+    """Its members are sessions of an outside agent."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,8 @@ class History:
     counted: dict[int, int] = field(default_factory=dict[int, int])
     """Of `groups`: attempts that those rates have taken in."""
     totals: dict[str, Any] = field(default_factory=dict[str, Any])
+    sessions: dict[str, KeptSession] = field(default_factory=dict[str, KeptSession])
+    """By name, in the order in which they were opened."""
 
     def plan(self, step: int) -> SealedPlan:
         """The plan of a sealed step that is kept."""
@@ -265,6 +269,9 @@ class History:
             for environment, accuracy, count in record["results"]
         ]
 
+    def _session(self, record: Record) -> None:
+        self.sessions[record["session_id"]] = session_of(record)
+
     # ---- inside
 
     def _reach(self, position: int) -> None:
@@ -319,6 +326,7 @@ _KINDS: dict[str, Callable[[History, Record], None]] = {
     "checkpoint": History._checkpoint,
     "evaluating": History._evaluating,
     "evaluated": History._evaluated,
+    "session": History._session,
 }
 
 

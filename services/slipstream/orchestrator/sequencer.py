@@ -108,7 +108,12 @@ class Sequencer:
         self.external = ExternalGroups(
             config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes
         )
-        self.sessions = Sessions(config.sessions, config.samples_per_group, config.gateway_url)
+        self.sessions = Sessions(
+            config.sessions,
+            config.samples_per_group,
+            config.gateway_url,
+            lambda session: journal.append("session", **session.as_record()),
+        )
         self.evaluation: Evaluation | None = None
         self.admission_changed = Signal()
         """Notified when `acquire` may have something to give."""
@@ -173,6 +178,7 @@ class Sequencer:
         self.totals.restore(history.totals)
         self.state.step = history.trained_step
         self.curriculum.restore(history)
+        self.sessions.restore(history.sessions.values(), {group.position: group.attempt for group in machine})
         self._give_up(given_up)
         for group in list(machine):
             if machine.reopened(group.position):
@@ -180,12 +186,15 @@ class Sequencer:
             if group.phase is Phase.RUNNING:
                 self.group_figures.known(group)
                 dispatch = history.dispatches[group.position]
-                if dispatch.sessions:
-                    self._lose(group.position, group.attempt)
-                    continue
                 assignment = self._assigner.training(
                     group, dispatch.version, self.curriculum.task_index(group.position)
                 )
+                if dispatch.sessions:
+                    members = self.sessions.of_attempt(group.position, group.attempt)
+                    if members is None:
+                        self._lose(group.position, group.attempt)
+                        continue
+                    assignment = self._assigner.sessions(group, members, dispatch.version)
                 attempt = Attempt(assignment, dispatch.runner_id, self._clock())
                 self._running.add(attempt)
                 self.leases.adopt(attempt.runner_id, [attempt.key])
@@ -629,12 +638,12 @@ class Sequencer:
         self.progress_at = self._clock()
         outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
         totals = self.totals.to_record()
-        self._journal.append(outcome.value, step=version.step, incarnation=version.incarnation, totals=totals)
         for group in groups:
             if skipped:
                 self.sessions.group_ended(group.position, group.attempt, reason)
             else:
                 self.sessions.trained(group.position, group.attempt, version.step)
+        self._journal.append(outcome.value, step=version.step, incarnation=version.incarnation, totals=totals)
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         plan = self.plans[version.step]
         self.traces.trained(plan.attempts, version)

@@ -15,6 +15,7 @@ from slipstream.common.errors import (
     SessionEnded,
     SessionsFull,
     SessionUnknown,
+    Unreachable,
     rpc_errors,
 )
 from slipstream.orchestrator.run_state import RunState
@@ -93,8 +94,11 @@ class SessionDesk:
                 await stub.EndSession(end, timeout=_END_TIMEOUT_S)
         except SessionEnded as error:
             self._sessions.ended(session, error.metadata["session_reason"])
-        except SessionUnknown:  # its runner was started again, and the orchestrator has yet to hear of it
-            self._sessions.ended(session, "RUNNER_LOST")
+        except SessionUnknown as error:  # it will be there, or its runner says that it is lost
+            address = session.group.address
+            raise Unreachable(
+                "the session's runner was started again, and is yet to take it up", address=address
+            ) from error
         else:
             if request.discard:
                 self._sessions.ended(session, "DISCARDED")

@@ -5,15 +5,17 @@ its members are sessions instead of rollouts of the position's task. So the stal
 know nothing of them. Where the attempt is lost or too old, its sessions end, and the position's next attempt is an
 ordinary one, or another group of sessions.
 
-Only hashes of keys are kept. Sessions end with their orchestrator.
+Only hashes of keys are kept. Each change of a session is in the journal, so that a restarted orchestrator knows those
+of the one before it; their turns are at their runners, which go on meanwhile.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2
 from slipstream.common.errors import SessionsFull, SessionUnknown
@@ -21,12 +23,14 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.config import SessionsConfig
 from slipstream.orchestrator.external import PAGE_BYTES
+from slipstream.orchestrator.session_history import KeptSession
 from slipstream.orchestrator.signals import Signal
 
 OPEN = rollout_pb2.SESSION_STATE_OPEN
 CLOSED = rollout_pb2.SESSION_STATE_CLOSED
 TRAINED = rollout_pb2.SESSION_STATE_TRAINED
 ENDED = rollout_pb2.SESSION_STATE_ENDED
+LOST = "RUNNER_LOST"
 LATE = "TIMED_OUT"
 """Of a session whose group was reported before the runner said why the session had ended."""
 
@@ -76,6 +80,13 @@ class AgentSession:
         """Whether it has all of these labels."""
         return all(self.proto.labels.get(key) == value for key, value in labels.items())
 
+    def as_record(self) -> dict[str, Any]:
+        """As the journal keeps it."""
+        group = self.group
+        sampling = group.request.sampling if group.request.HasField("sampling") else None
+        kept = KeptSession(self.proto, self.key_sha256, self.number, group.attempt, group.address, sampling)
+        return kept.as_record()
+
 
 @dataclass(slots=True)
 class Opening:
@@ -89,8 +100,16 @@ class Opening:
 class Sessions:
     """Every session that is open, and the newest that have ended."""
 
-    def __init__(self, config: SessionsConfig, samples_per_group: int, base_url: str) -> None:
+    def __init__(
+        self,
+        config: SessionsConfig,
+        samples_per_group: int,
+        base_url: str,
+        keep: Callable[[AgentSession], None],
+    ) -> None:
+        """`keep`: puts a session that changed into the journal."""
         self.config = config
+        self._write = keep
         self.changed = Signal()
         """Notified when a session was opened or has ended."""
         self._samples_per_group = samples_per_group
@@ -113,13 +132,54 @@ class Sessions:
         """Sessions whose agents may drive turns."""
         return sum(session.proto.state == OPEN for session in self._sessions.values())
 
+    # ---- after a restart
+
+    def restore(self, kept: Iterable[KeptSession], attempts: Mapping[int, int]) -> None:
+        """Know the sessions of an earlier process. `attempts`: of the groups that have not ended, by position."""
+        groups: dict[str, SessionGroup] = {}
+        for each in kept:
+            proto = each.proto
+            group = groups.get(each.group_name)
+            if group is None:
+                request = rollout_pb2.OpenSessionRequest(group_key=proto.group_key, sampling=each.sampling)
+                group = groups[each.group_name] = SessionGroup(
+                    each.group_name, request, proto.group_size, proto.idle_timeout_ms, proto.total_timeout_ms
+                )
+                group.address, group.position, group.attempt = each.address, proto.position, each.attempt
+                group.version = PolicyVersion.from_proto(proto.dispatch_version)
+            session = AgentSession(proto, group, each.key_sha256, each.number)
+            group.sessions[proto.sample_index] = session
+            self._sessions[proto.session_id] = self._by_key[each.key_sha256] = session
+            self._number = max(self._number, each.number)
+            if session.over:
+                self._keep(session)
+        for group in groups.values():
+            left = [session for session in group.sessions.values() if not session.over]
+            if attempts.get(group.position) != group.attempt:
+                for session in left:
+                    self.ended(session, LOST)
+            elif left:
+                self._by_position[group.position] = group
+                # Where all of them are closed, the group may have been reported: it takes no others.
+                if group.request.group_key and group.free_places and any(s.proto.state == OPEN for s in left):
+                    self._joinable[group.request.group_key] = group
+
+    def of_attempt(self, position: int, attempt: int) -> SessionGroup | None:
+        """The group of an attempt that has sessions which have not ended."""
+        group = self._by_position.get(position)
+        return group if group is not None and group.attempt == attempt else None
+
     # ---- opening
 
     def open(self, request: rollout_pb2.OpenSessionRequest, key_sha256: bytes) -> Opening:
         """Join a group or begin one; the opening has its session once a runner has the group."""
         limit = self.config.max_open
         if self.open_count + sum(len(group.openings) for group in self._waiting) >= limit:
-            raise SessionsFull(f"{limit} sessions are open already", limit=limit)
+            raise SessionsFull(
+                f"{limit} sessions are open already (orchestrator.sessions.max_open)",
+                name="orchestrator.sessions.max_open",
+                limit=limit,
+            )
         opening = Opening(request, key_sha256)
         group = self._joinable.get(request.group_key) if request.group_key else None
         if group is None:
@@ -186,6 +246,7 @@ class Sessions:
         session = AgentSession(proto, group, opening.key_sha256, self._number)
         group.sessions[index] = opening.session = session
         self._sessions[proto.session_id] = self._by_key[opening.key_sha256] = session
+        self._write(session)
         telemetry.sessions_opened.inc()
         self.changed.notify()
 
@@ -232,6 +293,7 @@ class Sessions:
         """Its runner has its reward."""
         if session.proto.state == OPEN:
             session.proto.state, session.proto.reward = CLOSED, reward
+            self._write(session)
             self.changed.notify()
 
     def ended(self, session: AgentSession, reason: str) -> None:
@@ -239,6 +301,7 @@ class Sessions:
         if not session.over:
             session.proto.state, session.proto.reason = ENDED, reason
             telemetry.sessions_ended.labels(reason).inc()
+            self._write(session)
             self._keep(session)
 
     def heard(self, ended: Iterable[tuple[str, str]]) -> None:
@@ -257,7 +320,7 @@ class Sessions:
 
     def reported(self, position: int, attempt: int, sample_indexes: Iterable[int]) -> None:
         """A runner reported the group, with the trajectories of these members."""
-        group = self._attempt(position, attempt)
+        group = self.of_attempt(position, attempt)
         if group is not None:
             self._close_to_others(group)
             trained = set(sample_indexes)
@@ -272,6 +335,7 @@ class Sessions:
             if not session.over:
                 session.proto.state, session.proto.step = TRAINED, step
                 telemetry.sessions_ended.labels("TRAINED").inc()
+                self._write(session)
                 self._keep(session)
 
     def group_ended(self, position: int, attempt: int, reason: str) -> None:
@@ -289,12 +353,8 @@ class Sessions:
             self.ended(session, reason)
         self.changed.notify()
 
-    def _attempt(self, position: int, attempt: int) -> SessionGroup | None:
-        group = self._by_position.get(position)
-        return group if group is not None and group.attempt == attempt else None
-
     def _forget_attempt(self, position: int, attempt: int) -> SessionGroup | None:
-        group = self._attempt(position, attempt)
+        group = self.of_attempt(position, attempt)
         if group is not None:
             del self._by_position[position]
             self._close_to_others(group)

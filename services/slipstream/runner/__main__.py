@@ -52,6 +52,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         Recorder(address, epoch),
         rollout_log.write,
         address,
+        config.sessions,
     )
     loops = RunnerLoops(
         config.replica or "runner",

@@ -6,8 +6,24 @@ from pathlib import Path
 
 from pydantic import Field
 
-from slipstream.common.config import ServiceConfig
+from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.environments.config import EnvironmentConfig
+
+
+class SessionLimits(BaseConfig):
+    """What one session of an outside agent may take of its runner. What would be more is refused by name."""
+
+    max_turns: int = Field(default=1000, ge=1, le=65536)
+    """Turns of a session."""
+
+    max_samples: int = Field(default=128, ge=1, le=65536)
+    """Training samples of a session: one begins with each history that goes on from none before it."""
+
+    max_text_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Bytes of a session's prompts as text, of all its turns, which stay in memory until it ends."""
+
+    max_running_turns: int = Field(default=16, ge=1, le=1024)
+    """Turns of a session that run at once."""
 
 
 class RunnerConfig(ServiceConfig):
@@ -40,6 +56,8 @@ class RunnerConfig(ServiceConfig):
 
     spool_limit_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Bytes on disk of rows held for the trainer and of groups under way; above it no new group is taken."""
+
+    sessions: SessionLimits = SessionLimits()
 
     environment_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time environment code may take for one call, in seconds."""

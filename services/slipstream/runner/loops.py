@@ -71,8 +71,8 @@ class Running:
     """What an earlier process of this runner left of it."""
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
-    handed_back: bool = False
-    """As this process ends before its sessions would."""
+    left: bool = False
+    """To the next process, as this one ends before its sessions would."""
 
 
 class RunnerLoops:
@@ -174,7 +174,10 @@ class RunnerLoops:
             self._running[assignment.group_id, assignment.attempt] = Running(assignment, unfinished)
         await self.taking_up.registered.wait()
         for unfinished in left:
-            self._group_tasks.create_task(self._render_and_run([unfinished.assignment]))
+            assignment = unfinished.assignment
+            of_sessions = assignment.HasField("session_group")
+            run = self._run_group(assignment, None) if of_sessions else self._render_and_run([assignment])
+            self._group_tasks.create_task(run)
 
     async def _start(self, assignments: list[runner_pb2.GroupAssignment]) -> None:
         """Give each group a slot and a task; prompts are rendered in one call for each environment, those that third
@@ -185,10 +188,9 @@ class RunnerLoops:
         for assignment in assignments:
             await self._slots.acquire()
             self._running[assignment.group_id, assignment.attempt] = Running(assignment)
-            if assignment.HasField("session_group"):  # in memory alone: its agent has to begin again
+            self._spool.begin(attempt_name(assignment), assignment)
+            if assignment.HasField("session_group"):
                 self._group_tasks.create_task(self._run_group(assignment, None))
-            else:
-                self._spool.begin(attempt_name(assignment), assignment)
         assignments = [assignment for assignment in assignments if not assignment.HasField("session_group")]
         sent = [assignment for assignment in assignments if assignment.HasField("prompt")]
         by_environment: dict[str, list[runner_pb2.GroupAssignment]] = {}
@@ -223,22 +225,19 @@ class RunnerLoops:
         report: runner_pb2.GroupReport | None = None
         try:
             if prompt is None:
-                report = await self._sessions.run(assignment)
+                report = await self._sessions.run(assignment, running.unfinished)
             else:
                 report = await self._groups.run(assignment, prompt, running.unfinished)
         except asyncio.CancelledError:
-            if running.handed_back:
-                report = self._handed_back(assignment)
-            elif not running.cancelled:
+            if running.left:
+                self._running.pop((assignment.group_id, assignment.attempt), None)
+                self._check_idle()
+            if not running.cancelled:
                 raise  # the process ends
         except Exception as error:  # a bad rollout is data
             log.exception("group_failed", group_id=assignment.group_id)
             report = self._failed(assignment, error)
         await self._end(assignment, report)
-
-    def _handed_back(self, assignment: runner_pb2.GroupAssignment) -> runner_pb2.GroupReport:
-        attempt = runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
-        return runner_pb2.GroupReport(group=attempt, outcome=runner_pb2.GROUP_OUTCOME_CANCELLED, reason="DRAINING")
 
     def _failed(self, assignment: runner_pb2.GroupAssignment, error: Exception) -> runner_pb2.GroupReport:
         return runner_pb2.GroupReport(
@@ -366,11 +365,16 @@ class RunnerLoops:
         await asyncio.sleep(RETRY_S)
 
     async def drain(self) -> None:
-        """Take no more groups and wait until what runs is reported. The caller bounds the time."""
+        """Take no more groups and wait until what runs is reported. The caller bounds the time.
+
+        Sessions last as long as their agents like: they are left to the next process of this runner, if it comes within
+        the lease's time; otherwise the orchestrator takes them for lost.
+        """
         self.draining = True
+        self._sessions.leave()
         for running in self._running.values():
             if running.assignment.HasField("session_group") and running.task is not None and not running.cancelled:
-                running.handed_back = True
+                running.left = True
                 running.task.cancel()
         self._check_idle()
         await self._idle.wait()

@@ -5,6 +5,7 @@
 | `ask` | prompts of a turn's answers, or why there are none |
 | `hear` | text that may be shown of an answer, and whether a text ended it |
 | `answer` | an answer as a message |
+| `take_up` | nothing; a turn that ended in an earlier process of the runner is as it was |
 | `give_up` | nothing; a turn came to no end |
 | `spell` | what tokens decode to, each alone |
 | `close` | the conversations of a session, which is forgotten |
@@ -16,13 +17,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.common.errors import ContextTooLong, EnvironmentFailed, InvalidRequest, SlipstreamError
+from slipstream.common.errors import (
+    ContextTooLong,
+    EnvironmentFailed,
+    InvalidRequest,
+    SessionLimitReached,
+    SlipstreamError,
+)
 from slipstream.environments.chat import Chat
 from slipstream.environments.chat_template import Unrenderable
 from slipstream.environments.draft import Draft
 from slipstream.environments.messages import Message, ToolSpec, message_from_json, tool_from_json
 from slipstream.environments.tool_calls import THINK, THOUGHT
-from slipstream.environments.transcript import Prompt, Transcript
+from slipstream.environments.transcript import Prompt, Transcript, text_bytes
+from slipstream.runner.session_limits import limit_reached
 
 UNKNOWN = "the process that had this session's conversation died"
 
@@ -48,6 +56,8 @@ class SessionTexts:
                 return {"text": text, "cut": cut}
             case "answer":
                 return self._answer(request)
+            case "take_up":
+                return self._take_up(request, chat, context_tokens)
             case "give_up":
                 if session in self._transcripts:
                     self._transcripts[session].give_up(request["sample"])
@@ -72,6 +82,7 @@ class SessionTexts:
             if request["turn_count"]:
                 raise EnvironmentFailed(UNKNOWN, environment="session")
             transcript = self._transcripts[session] = Transcript(chat, context_tokens)
+        self._check_room(request, transcript)
         messages, tools = _messages(request["messages"]), _tools(request["tools_json"])
         prompts: list[Prompt] = []
         try:
@@ -80,11 +91,13 @@ class SessionTexts:
                     prompts.append(transcript.ask(messages, tools))
                 else:
                     prompts.append(transcript.ask_text(request["prompt"]))
+                if transcript.sample_count > (limit := request["limits"]["max_samples"]):
+                    raise limit_reached("max_samples", limit, "samples")
         except Unrenderable as error:
+            transcript.take_back(prompts)
             raise InvalidRequest(str(error), field="messages") from None
-        except ContextTooLong:
-            for prompt in prompts:
-                transcript.give_up(prompt.sample)
+        except (ContextTooLong, SessionLimitReached):
+            transcript.take_back(prompts)
             raise
         for prompt in prompts:
             shown = transcript.shown(prompt.sample)
@@ -107,12 +120,33 @@ class SessionTexts:
             ],
         }
 
+    def _check_room(self, request: dict[str, Any], transcript: Transcript) -> None:
+        """What a session may take of this process. Each answer keeps its prompt's text."""
+        limit: int = request["limits"]["max_text_bytes"]
+        asked = text_bytes(request["prompt"] or "") + sum(
+            text_bytes(each["content"]) + text_bytes(json.dumps(each.get("tool_calls", "")))
+            for each in request["messages"]
+        )
+        if transcript.text_bytes + asked * request["count"] > limit:
+            raise limit_reached("max_text_bytes", limit, "bytes of text")
+
+    def _take_up(self, request: dict[str, Any], chat: Chat, context_tokens: int) -> dict[str, Any]:
+        session: str = request["session"]
+        transcript = self._transcripts.setdefault(session, Transcript(chat, context_tokens))
+        messages, tools = _messages(request["messages"]), _tools(request["tools_json"])
+        for answer in request["answers"]:
+            prompt, text = Prompt(**answer["prompt"]), request["prompt"]
+            transcript.take_up(prompt, messages, tools, text)
+            transcript.answer(prompt.sample, answer["token_ids"], stopped=answer["stopped"], shown=answer["shown"])
+        return {}
+
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         transcript = self._transcripts[request["session"]]
         draft = self._drafts.pop((request["session"], request["sample"]))
         shown = draft.text if request["cut"] else None
         parsed = transcript.answer(request["sample"], request["token_ids"], stopped=request["stopped"], shown=shown)
         return {
+            "shown": shown,
             "text": draft.rest(parsed.message.content) if request["streamed"] else parsed.message.content,
             "tool_calls": [
                 {"id": call.id, "name": call.name, "arguments_json": json.dumps(dict(call.arguments))}

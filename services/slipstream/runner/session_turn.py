@@ -18,9 +18,12 @@ from slipstream.runner import telemetry
 from slipstream.runner.attempt import Wish
 from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.rollout import STOP, Rollout
+from slipstream.runner.session_log import KeptAnswer, KeptTurn, SessionLog
 from slipstream.runner.turns import Conversation
 
 log = structlog.get_logger()
+
+PROMPT_FIELDS = ("sample", "base_sample", "base_token_count", "new_token_ids", "begun")
 
 
 class Samples:
@@ -56,12 +59,44 @@ class Samples:
         rollout.turn_limit_tokens = min(prompt["max_new_tokens"], limit or prompt["max_new_tokens"])
         return index
 
+    def take_up(self, turn: KeptTurn) -> list[dict[str, Any]]:
+        """Put a turn of an earlier process where it was; returns what its texts' process is to be told."""
+        told: list[dict[str, Any]] = []
+        for answer in turn.answers:
+            index = self.take({**answer.prompt, "max_new_tokens": 1}, 0)
+            rollout = self.conversation.rollout(index)
+            rollout.recall(answer.record)
+            cut = answer.shown is not None
+            prompt = {**answer.prompt, "new_token_ids": answer.prompt["token_ids"]}
+            told.append(
+                {
+                    "prompt": {name: prompt[name] for name in PROMPT_FIELDS},
+                    "token_ids": rollout.answer,
+                    "stopped": rollout.finish_reason == STOP and not cut,
+                    "shown": answer.shown,
+                }
+            )
+        self.turn_count += 1
+        return told
+
 
 class Turn:
     """One turn. `start` it; read its `pieces` in another task."""
 
-    def __init__(self, samples: Samples, texts: EnvironmentWorker, request: session_pb2.RunTurnRequest) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        texts: EnvironmentWorker,
+        request: session_pb2.RunTurnRequest,
+        limits: Mapping[str, int],
+        session_log: SessionLog,
+    ) -> None:
         """Raises `SamplingBiased` for what the session is not sampled with."""
+        self._limits = limits
+        self._log = session_log
+        self._prompts: dict[int, dict[str, Any]] = {}
+        """By index in the group, as they are asked."""
+        self._shown: dict[int, str | None] = {}
         self._samples = samples
         self._texts = texts
         self._request = request
@@ -125,12 +160,13 @@ class Turn:
         asked = await self._texts.session(
             samples.session_id,
             "ask",
-            messages=[_message(each) for each in request.messages],
+            messages=[as_json(each) for each in request.messages],
             prompt=None if request.messages else request.prompt,
             tools_json=request.tools_json,
             stop=list(request.stop),
             count=request.choice_count or 1,
             turn_count=samples.turn_count,
+            limits=dict(self._limits),
         )
         if not samples.assignment.sampling.stop_token_ids:
             samples.assignment.sampling.stop_token_ids.extend(asked["stop_token_ids"])
@@ -140,6 +176,7 @@ class Turn:
                 index = samples.take(prompt, request.max_new_tokens)
                 rollout = samples.rollouts[prompt["sample"]]
                 self._choices[index] = choice, prompt["sample"]
+                self._prompts[index] = prompt
                 counts = rollout.cached_token_count, len(rollout.token_ids)
                 before[prompt["sample"]] = len(rollout.routes), *counts
             await samples.conversation.sample(list(self._choices), deadline_s, self._wish())
@@ -150,7 +187,16 @@ class Turn:
                 self._forget(sample, route_count)
             raise
         samples.turn_count += 1
+        self._keep()
         telemetry.session_turns.inc()
+
+    def _keep(self) -> None:
+        """On disk before whoever asked hears that it is over."""
+        answers = [
+            KeptAnswer(prompt, self._samples.rollouts[prompt["sample"]].ended_turn(), self._shown[index])
+            for index, prompt in self._prompts.items()
+        ]
+        self._log.keep_turn(self._samples.index, self._request, answers)
 
     def _forget(self, sample: int, route_count: int) -> None:
         rollout = self._samples.rollouts[sample]
@@ -193,6 +239,7 @@ class Turn:
             cut=cut,
             streamed=self._request.stream,
         )
+        self._shown[index] = answered["shown"]
         count = len(rollout.answer)
         unsaid = [] if self._request.stream else rollout.answer
         piece = await self._say(choice, answered["text"], unsaid, rollout.logprobs[-count:] if unsaid else [])
@@ -232,8 +279,8 @@ class Turn:
             raise SamplingBiased("top_p: it cuts tokens off, which training must not", field="top_p")
 
 
-def _message(message: session_pb2.ChatMessage) -> dict[str, Any]:
-    """In OpenAI's form."""
+def as_json(message: session_pb2.ChatMessage) -> dict[str, Any]:
+    """A message in OpenAI's form."""
     said: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         said["tool_calls"] = [

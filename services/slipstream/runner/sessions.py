@@ -1,4 +1,7 @@
-"""Groups whose members are sessions of outside agents: from assignment to report, in memory alone.
+"""Groups whose members are sessions of outside agents: from assignment to report.
+
+What a turn sampled, and how a session ended, is on disk before anybody hears of it (`session_log.py`), so that a
+restarted runner goes on with the sessions of the one before it: agents repeat the turn that broke off.
 
 | loop of a group | takes | waits for | unblocked by |
 |---|---|---|---|
@@ -18,20 +21,22 @@ from typing import Any
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2
-from slipstream.common.errors import EnvironmentFailed, SessionBusy, SessionEnded, SessionUnknown
+from slipstream.common.errors import Draining, EnvironmentFailed, SessionBusy, SessionEnded, SessionUnknown
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import attempt_name
+from slipstream.runner.config import SessionLimits
 from slipstream.runner.envclient import EnvironmentWorker, ScoredSample
 from slipstream.runner.records import Finished, Recorder
 from slipstream.runner.rollout_record import records_of
-from slipstream.runner.session_turn import Samples, Turn
+from slipstream.runner.session_limits import limit_reached
+from slipstream.runner.session_log import Gap, KeptEnd, KeptTurn, SessionLog
+from slipstream.runner.session_turn import Samples, Turn, as_json
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.turns import TurnClient
+from slipstream.runner.unfinished import Unfinished
 
 log = structlog.get_logger()
 
-MAX_TURNS = 16
-"""Of one session at once."""
 KNOWN_WAIT_S = 2.0
 """A session may be told to its agent a moment before its group arrives here."""
 _NAME = re.compile(r"session-[0-9a-f]{32}-\d+")
@@ -64,20 +69,80 @@ class Member:
 class SessionGroup:
     """One attempt at a group."""
 
-    def __init__(self, assignment: runner_pb2.GroupAssignment, texts: EnvironmentWorker, turns: TurnClient) -> None:
+    def __init__(
+        self,
+        assignment: runner_pb2.GroupAssignment,
+        texts: EnvironmentWorker,
+        turns: TurnClient,
+        spool: Spool,
+        limits: SessionLimits,
+        unfinished: Unfinished | None = None,
+    ) -> None:
+        """`unfinished`: what an earlier process left of it, for `take_up`."""
         now = time.monotonic()
         self.assignment = assignment
+        self.began_s = now - (unfinished.elapsed_s if unfinished else 0.0)
         self._texts = texts
-        self._conversation = turns.begin_apart(assignment)
+        self._limits = limits
+        self._log = SessionLog(spool, attempt_name(assignment))
+        self._unfinished = unfinished
+        self._conversation = turns.begin_apart(assignment, taken_up=unfinished.resumed_count if unfinished else 0)
         self._idle_s = assignment.session_group.idle_timeout_ms / 1000
-        self._deadline_s = now + assignment.deadline_ms / 1000
+        self._deadline_s = self.began_s + assignment.deadline_ms / 1000
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._cancelled = False
+        self._cancelled = self._left = False
         names = [f"{assignment.session_group.name}-{index}" for index in range(assignment.sample_count)]
         self.members = [
             Member(name, Samples(name, index, assignment, self._conversation), now) for index, name in enumerate(names)
         ]
+
+    async def take_up(self) -> None:
+        """Be where the earlier process was, as far as its files say. A member whose turns are not all there ends."""
+        assert self._unfinished is not None
+        try:
+            for kept in self._log.read(self._unfinished):
+                member = self.members[kept.index]
+                match kept:
+                    case _ if member.over:
+                        pass
+                    case KeptTurn():
+                        await self._take_up_turn(member, kept)
+                    case KeptEnd(reason=""):
+                        member.reward = kept.request
+                    case KeptEnd():
+                        member.ended = kept.reason
+                    case Gap():
+                        self._give_up(member, "TURNS_LOST")
+        except BaseException:
+            self._conversation.release_routes()
+            raise
+        self._log.done_reading()
+        turn_count = sum(member.samples.turn_count for member in self.members)
+        telemetry.turns_recalled.inc(turn_count)
+        telemetry.groups_taken_up.labels("resumed" if turn_count else "started_over").inc()
+        log.info("sessions_taken_up", group=self.assignment.session_group.name, turn_count=turn_count)
+
+    async def _take_up_turn(self, member: Member, kept: KeptTurn) -> None:
+        try:
+            await self._texts.session(
+                member.session_id,
+                "take_up",
+                messages=[as_json(message) for message in kept.request.messages],
+                prompt=None if kept.request.messages else kept.request.prompt,
+                tools_json=kept.request.tools_json,
+                answers=member.samples.take_up(kept),
+            )
+        except EnvironmentFailed as error:
+            log.warning("session_not_taken_up", session_id=member.session_id, detail=error.message)
+            self._give_up(member, "TURNS_LOST")
+
+    def leave(self) -> None:
+        """This process ends, and the next one goes on: turns that run are asked again there."""
+        self._left = True
+        for member in self.members:
+            for turn in list(member.turns):
+                turn.end(Draining("the session's runner is being started again"))
 
     async def run(self) -> list[Finished]:
         """Wait until all members are over. Cancelling it aborts their turns and frees the engines' blocks first."""
@@ -96,7 +161,7 @@ class SessionGroup:
             finished = True
             return group
         finally:
-            for member in self.members:
+            for member in () if self._left else self.members:
                 member.ended = member.ended or ("" if finished else "GROUP_ENDED")
                 if not finished or member.reward is None:
                     self._conversation.release_routes_of(list(member.samples.rollouts.values()))
@@ -106,11 +171,18 @@ class SessionGroup:
         """Start a turn."""
         if member.over or member.closing:
             raise _ended(member)
+        if self._left:
+            raise Draining("the session's runner is being started again")
         if self._cancelled:
             raise SessionEnded("the session ends with its group", session_reason="GROUP_ENDED")
-        if len(member.turns) >= MAX_TURNS:
-            raise SessionBusy(f"{MAX_TURNS} turns of this session run already", limit=MAX_TURNS)
-        turn = Turn(member.samples, self._texts, request)
+        limits = self._limits
+        if len(member.turns) >= limits.max_running_turns:
+            limit = limits.max_running_turns
+            raise SessionBusy(f"{limit} turns of this session run already", limit=limit)
+        if member.samples.turn_count + len(member.turns) >= limits.max_turns:
+            raise limit_reached("max_turns", limits.max_turns, "turns")
+        told = {"max_samples": limits.max_samples, "max_text_bytes": limits.max_text_bytes}
+        turn = Turn(member.samples, self._texts, request, told, self._log)
         member.turns.add(turn)
         member.asked_s = time.monotonic()
 
@@ -148,6 +220,7 @@ class SessionGroup:
             raise _ended(member)
         else:
             member.reward = request
+            self._log.keep_end(member.samples.index, "", request)
             self._changed.set()
 
     def _expire(self, members: list[Member]) -> None:
@@ -160,6 +233,7 @@ class SessionGroup:
 
     def _give_up(self, member: Member, reason: str) -> None:
         member.ended = reason
+        self._log.keep_end(member.samples.index, reason)
         log.info("session_ended", session_id=member.session_id, reason=reason)
         for turn in list(member.turns):
             turn.end(_ended(member))
@@ -201,9 +275,11 @@ class SessionRunner:
         recorder: Recorder,
         write_rollouts: Callable[[list[dict[str, Any]]], None],
         address: str,
+        limits: SessionLimits,
     ) -> None:
-        """`address`: where they are served."""
+        """`address`: where they are served. `limits`: of each."""
         self.address = address
+        self._limits = limits
         self._texts = texts
         self._turns = turns
         self._spool = spool
@@ -219,19 +295,25 @@ class SessionRunner:
         await self._wanted.wait()
         await self._texts.run()
 
-    async def run(self, assignment: runner_pb2.GroupAssignment) -> runner_pb2.GroupReport:
-        """Run a group. A finished one is in the spool when this returns."""
-        started_s = time.monotonic()
+    async def run(
+        self, assignment: runner_pb2.GroupAssignment, unfinished: Unfinished | None = None
+    ) -> runner_pb2.GroupReport:
+        """Run a group; `unfinished` is what an earlier process left of it.
+
+        A finished one is in the spool when this returns.
+        """
         self._wanted.set()
-        group = SessionGroup(assignment, self._texts, self._turns)
-        self._open |= {member.session_id: (group, member) for member in group.members}
-        self._news.set()
-        self._news.clear()
+        group = SessionGroup(assignment, self._texts, self._turns, self._spool, self._limits, unfinished)
         try:
+            if unfinished is not None:
+                await group.take_up()
+            self._open |= {member.session_id: (group, member) for member in group.members}
+            self._news.set()
+            self._news.clear()
             finished = await group.run()
         finally:
             for member in group.members:
-                del self._open[member.session_id]
+                self._open.pop(member.session_id, None)
         report = runner_pb2.GroupReport(
             group=runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
         )
@@ -250,7 +332,7 @@ class SessionRunner:
                 record.advantage = closing.advantage
             report.rollouts.append(record)
         telemetry.rollouts.labels(assignment.environment).inc(len(report.rollouts))
-        duration_s = time.monotonic() - started_s
+        duration_s = time.monotonic() - group.began_s
         report.duration_ms = int(duration_s * 1000)
         self._write_rollouts(records_of(assignment, finished, duration_s))
         try:
@@ -259,6 +341,11 @@ class SessionRunner:
             self._turns.release_routes(sample for each in finished for sample in each.samples)
             raise
         return report
+
+    def leave(self) -> None:
+        """Let the next process of this runner go on with all of them."""
+        for group in {id(group): group for group, _ in self._open.values()}.values():
+            group.leave()
 
     async def find(self, session_id: str) -> tuple[SessionGroup, Member]:
         """An open session. Waits a little for one that is not here yet. Raises `SessionUnknown`."""

@@ -67,9 +67,12 @@ class TurnClient:
             conversation.add(index, Rollout(prompt_token_ids))
         return conversation
 
-    def begin_apart(self, assignment: runner_pb2.GroupAssignment, turn_log: TurnLog | None = None) -> Conversation:
-        """An attempt at a group whose rollouts are yet to be added."""
-        return Conversation(self._inference, assignment, turn_log)
+    def begin_apart(
+        self, assignment: runner_pb2.GroupAssignment, turn_log: TurnLog | None = None, taken_up: int = 0
+    ) -> Conversation:
+        """An attempt at a group whose rollouts are yet to be added. `taken_up`: how often it was begun before, where no
+        turn log says that."""
+        return Conversation(self._inference, assignment, turn_log, taken_up)
 
     def release_routes(self, rollouts: Iterable[Rollout]) -> None:
         """Nobody will train on these."""
@@ -89,10 +92,15 @@ class Conversation:
     """
 
     def __init__(
-        self, inference: Inference, assignment: runner_pb2.GroupAssignment, turn_log: TurnLog | None = None
+        self,
+        inference: Inference,
+        assignment: runner_pb2.GroupAssignment,
+        turn_log: TurnLog | None = None,
+        taken_up: int = 0,
     ) -> None:
         self._turn_log = turn_log
-        self._taken_up = f"r{turn_log.taken_up}" if turn_log is not None and turn_log.taken_up else ""
+        taken_up = turn_log.taken_up if turn_log is not None else taken_up
+        self._taken_up = f"r{taken_up}" if taken_up else ""
         self._inference = inference
         self._assignment = assignment
         self._request_count = 0
@@ -109,6 +117,10 @@ class Conversation:
     def rollouts(self) -> list[Rollout]:
         """In the order in which they were added."""
         return list(self._rollouts.values())
+
+    def rollout(self, index: int) -> Rollout:
+        """One of them."""
+        return self._rollouts[index]
 
     def add(self, index: int, rollout: Rollout) -> None:
         """Another one, before its first turn. Its draws are those of its index."""

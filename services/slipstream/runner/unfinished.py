@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.runner import spool_file
@@ -14,6 +15,8 @@ from slipstream.runner.spool_file import Scan
 
 TurnKey = tuple[int, int, int]
 """Of the rollouts of a group the index, the position where the turn begins, and the CRC-32 of all tokens before."""
+
+SESSION_KINDS = ("session_turn", "session_end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Unfinished:
     """How often it was taken up, this time included: the requests of each time have names of their own."""
     turns: Mapping[TurnKey, bytes]
     """Those that had ended, each a `RolloutRecord`."""
+    session_records: Sequence[tuple[dict[str, Any], bytes | None]] = ()
+    """Of a group of sessions, as `SessionLog` writes them; None is what can no longer be read."""
 
     @property
     def elapsed_s(self) -> float:
@@ -41,6 +46,7 @@ def read_unfinished(path: Path, found: Scan) -> Unfinished | None:
     if first is None or first.meta["kind"] != "assignment":
         return None
     turns: dict[TurnKey, bytes] = {}
+    session_records: list[tuple[dict[str, Any], bytes | None]] = []
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         assignment = spool_file.read(descriptor, first)
@@ -49,6 +55,8 @@ def read_unfinished(path: Path, found: Scan) -> Unfinished | None:
             # One that is damaged is sampled again, and what follows it: its answer is part of all later prompts.
             if meta["kind"] == "turn" and (data := spool_file.read(descriptor, record)) is not None:
                 turns[meta["index"], meta["start"], meta["crc32"]] = data
+            if meta["kind"] in SESSION_KINDS:
+                session_records.append((meta, spool_file.read(descriptor, record)))
     finally:
         os.close(descriptor)
     if assignment is None:
@@ -59,4 +67,5 @@ def read_unfinished(path: Path, found: Scan) -> Unfinished | None:
         float(first.meta["monotonic_s"]),
         1 + sum(record.meta["kind"] == "resumed" for record in found.records),
         turns,
+        session_records,
     )

@@ -12,7 +12,14 @@ import pytest
 
 from slipstream.api.rollout.v1 import rollout_pb2, session_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.errors import ContextTooLong, SamplingBiased, SessionBusy, SessionEnded, SlipstreamError
+from slipstream.common.errors import (
+    ContextTooLong,
+    SamplingBiased,
+    SessionBusy,
+    SessionEnded,
+    SessionLimitReached,
+    SlipstreamError,
+)
 
 from .conftest import says
 
@@ -144,9 +151,16 @@ async def test_a_session_that_has_ended_says_why(make_world: Make) -> None:
     async with make_world() as world, world.client() as client:
         session = world.orchestrator.open("session-a-0", "mine")
         session.state, session.reason = rollout_pb2.SESSION_STATE_ENDED, "AGED_OUT"
-        with pytest.raises(openai.APIStatusError, match="AGED_OUT") as refused:
+        with pytest.raises(openai.APIStatusError, match=r"moved too many steps .*AGED_OUT") as refused:
             await client.chat.completions.create(model="m", messages=ASK)
         assert (refused.value.status_code, refused.value.code) == (410, "session_ended")
+
+
+async def test_what_is_not_served_is_told_what_is(make_world: Make) -> None:
+    async with make_world() as world, world.client() as client:
+        with pytest.raises(openai.NotFoundError, match="/v1/responses is not served: there are POST") as refused:
+            await client.responses.create(model="m", input="hi")
+        assert refused.value.code == "not_found"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +169,7 @@ async def test_a_session_that_has_ended_says_why(make_world: Make) -> None:
         (ContextTooLong("too long", name="prompt", limit=9), 400, "context_length_exceeded"),
         (SamplingBiased("other temperature", field="temperature"), 400, "unsupported_value"),
         (SessionBusy("busy", limit=4), 429, "session_busy"),
+        (SessionLimitReached("enough", name="max_turns", limit=4), 400, "session_limit_reached"),
         (SessionEnded("timed out", session_reason="IDLE_TIMEOUT"), 410, "session_ended"),
     ],
 )
@@ -181,7 +196,7 @@ async def test_a_stream_that_breaks_off_says_so_in_the_stream(make_world: Make) 
     async with make_world() as world, world.client() as client:
         world.runner.script = script
         stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
-        with pytest.raises(openai.APIError, match="too old"):
+        with pytest.raises(openai.APIError, match="moved too many steps"):
             _ = [chunk async for chunk in stream]
 
 

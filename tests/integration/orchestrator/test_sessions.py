@@ -26,6 +26,7 @@ from slipstream.common.errors import (
 from slipstream.common.runtime import build_server
 from slipstream.orchestrator.config import SessionsConfig
 from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.journal_check import check_records
 
 Make = Callable[..., Any]
 URL = "http://127.0.0.1:1/v1"
@@ -115,7 +116,7 @@ def make_agent(make_world: Make, make_config: Make) -> Make:
     """`async with make_agent(total_steps=3) as agent:`; the base model is served, and nothing has been handed out."""
 
     @asynccontextmanager
-    async def make(**fields: Any) -> AsyncIterator[Agent]:
+    async def make(published: int = 0, **fields: Any) -> AsyncIterator[Agent]:
         runner = SessionRunner()
         add = session_pb2_grpc.add_SessionServiceServicer_to_server
         server, port = build_server(make_config(), [(add, runner, "SessionService")])
@@ -123,7 +124,7 @@ def make_agent(make_world: Make, make_config: Make) -> Make:
         try:
             async with make_world(**{"gateway_url": URL, "groups_per_step": 1, **fields}) as world:
                 world.session_address = f"127.0.0.1:{port}"
-                world.publish(0)
+                world.publish(published)
                 await world.until(lambda run: run.phase == "training")
                 yield Agent(world, runner)
         finally:
@@ -308,3 +309,51 @@ async def test_sessions_end_with_the_run(make_agent: Make) -> None:
         assert (await agent.get(opened.session_id)).reason == "RUN_STOPPED"
         with pytest.raises(RunEnded):
             await waiting
+
+
+async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them(make_agent: Make) -> None:
+    fields = {"total_steps": 3, "runner_lease_ttl_s": 60.0, "max_off_policy_steps": 2}
+    async with make_agent(**fields) as agent:
+        sampling = {"temperature": 0.5, "max_new_tokens": 7}
+        first, opened = await agent.assigned(
+            *(agent.open(group_key="t", group_size=3, sampling=sampling) for _ in range(2))
+        )
+        one, other = sorted(opened, key=lambda answer: answer.session_id)
+        done, (trained,) = await agent.assigned(agent.open(labels={"which": "trained"}))
+        await agent.close(trained.session_id, 1.0, advantage=1.0)
+        await agent.world.report(agent.report(done))
+        await agent.world.train((await agent.world.plan(1)).plan)
+        await agent.until(trained.session_id, TRAINED)
+        await agent.close(one.session_id, 1.0)
+        lost, (gone,) = await agent.assigned(agent.open())
+        before = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
+    async with make_agent(published=1, **fields) as agent:
+        listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
+        assert listed == before
+        found = await agent.world.rollouts.FindSession(
+            rollout_pb2.FindSessionRequest(key_sha256=hashlib.sha256(other.key.encode()).digest()), timeout=10
+        )
+        assert (found.session.session_id, found.address) == (other.session_id, other.address)
+        # The runner has the one group still, and lost the other while nobody heard it.
+        running = [runner_pb2.GroupAttempt(group_id=first.group_id, attempt=first.attempt)]
+        told = ""
+        for _ in range(2):
+            beat = runner_pb2.HeartbeatRequest(
+                runner_id="runner-1", runner_epoch="1", running=running, reported_to_epoch=told
+            )
+            told = (await agent.world.runners.Heartbeat(beat, timeout=10)).orchestrator_epoch
+        assert (await agent.get(gone.session_id)).reason == "RUNNER_LOST"
+        joined = await agent.open(group_key="t", group_size=3)
+        assert joined.session_id == f"{first.session_group.name}-2", "a place of the group was left"
+        agent.world.orchestrator.sequencer.sessions.get(other.session_id).group.address = agent.world.session_address
+        for answer, reward in ((other, 0.0), (joined, 0.5)):
+            assert (await agent.close(answer.session_id, reward)).state == CLOSED
+        agent.runner.ends[one.session_id] = session_pb2.EndSessionRequest(reward=1.0)
+        await agent.world.report(agent.report(first))
+        plan = (await agent.world.plan(2)).plan
+        assert [s.reward for batch in plan.micro_batches for s in batch.sequences] == [1.0, 0.0, 0.5]
+        await agent.world.train(plan)
+        assert (await agent.until(one.session_id, TRAINED)).step == 2
+        path = agent.world.orchestrator.journal.path
+    assert lost.position == 2
+    assert check_records(read_journal(path).records).processes == 2

@@ -241,7 +241,11 @@ class World:
         self.workers = {name: FakeWorker(name, self.events) for name in names}
         self.process: asyncio.Task[None]
         self.rows: Any = None
+        self.directory: Path
+        """Of the run."""
         self._start_process: Callable[[], asyncio.Task[None]]
+        self._config: RunnerConfig
+        self._file: Path
         self._make_config = make_config
         self._stack = stack
         self._orchestrator_server: grpc.aio.Server
@@ -263,7 +267,7 @@ class World:
         (tmp_path / "model").mkdir()
         build_tokenizer().save(str(tmp_path / "model" / TOKENIZER_FILE))
         (tmp_path / "model" / "config.json").write_text("{}")
-        config = self._make_config(
+        config = self._config = self._make_config(
             RunnerConfig,
             replica="runner-1",
             listen=ListenConfig(port=free_port()),
@@ -272,19 +276,37 @@ class World:
             model_dir=tmp_path / "model",
             **fields,
         )
-        file = tmp_path / "runner.toml"
+        file = self._file = tmp_path / "runner.toml"
         file.write_text(dump_toml(config))
+        self.directory = config.run_dir
         self.address = f"127.0.0.1:{config.listen.port}"
         channel = await self._stack.enter_async_context(open_channel(self.address, Access()))
         self.rows = rows_pb2_grpc.RowsServiceStub(channel)
-        self._start_process = lambda: asyncio.create_task(run(config, ["@", str(file)]))
+        self._start_process = lambda: asyncio.create_task(run(self._config, ["@", str(file)]))
         self.process = self._start_process()
         self._stack.push_async_callback(self._end_process)
 
-    async def restart(self) -> None:
-        """End the runner's process as a kill would, for all that others see, and start the next one."""
+    async def restart(self, **fields: Any) -> None:
+        """End the runner's process as a kill would, for all that others see, and start the next one.
+
+        `fields`: what its config has otherwise from now on.
+        """
         await self._end_process()
+        self._config = self._config.model_copy(update=fields)
+        self._file.write_text(dump_toml(self._config))
         self.process = self._start_process()
+
+    async def until_up(self) -> None:
+        """Wait until the runner's process takes calls."""
+        host, _, port = self.address.partition(":")
+        async with asyncio.timeout(60):
+            while True:
+                assert not self.process.done(), "the runner ended"
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.close()
+                    return
+                await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
         """End the runner and its environment workers."""

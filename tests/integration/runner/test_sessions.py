@@ -19,8 +19,19 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ListenConfig, ServiceConfig
-from slipstream.common.errors import InvalidRequest, SamplingBiased, SessionEnded, SessionUnknown, rpc_errors
+from slipstream.common.errors import (
+    Draining,
+    InvalidRequest,
+    SamplingBiased,
+    SessionEnded,
+    SessionLimitReached,
+    SessionUnknown,
+    SlipstreamError,
+    Unreachable,
+    rpc_errors,
+)
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+from slipstream.runner.config import SessionLimits
 
 from .conftest import SERVICES, World, environment
 
@@ -127,6 +138,7 @@ async def one_runner(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         async with AsyncExitStack() as stack:
             world = World(make_config, stack)
             await world.start(directory, environments=[environment()])
+            await world.until_up()
             yield world
 
 
@@ -332,3 +344,133 @@ async def test_what_is_too_large_for_the_texts_is_refused_and_other_conversation
         await agent.close(1, discard=True)
         (record,) = (await agent.report()).rollouts
         assert not record.further_samples
+
+
+async def restarted(world: Any, **fields: Any) -> None:
+    """A new process of the runner, which takes calls: one that is ended while it starts leaves its server behind."""
+    await world.restart(**fields)
+    await world.until_up()
+
+
+async def drive(agent: Agent, restart: Any = None) -> list[Any]:
+    """A trajectory of all that there is to keep; `restart` happens in the middle of it. Returns what trains of it."""
+    world, call = agent.world, '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    engines(world, says=lambda prompt: f"so: {call}")
+    (asked,) = await agent.pieces(0, user("1 and 1"), tools_json=TOOLS)
+    history = [user("1 and 1"), session_pb2.ChatMessage(role="assistant", content="so:", tool_calls=asked.tool_calls)]
+    history.append(session_pb2.ChatMessage(role="tool", tool_call_id=asked.tool_calls[0].id, content="2"))
+    engines(world, says=lambda prompt: "yes. no. never", tokens_a_message=3)
+    history.append(assistant(await agent.say(0, *history, tools_json=TOOLS, stop=[". n"])))
+    engines(world, says=lambda prompt: prompt.split()[-1], tokens_a_message=0)
+    await agent.pieces(0, user("twice"), choice_count=2)
+    await agent.say(0, prompt="as it is")
+    await agent.say(1, user("say 3"))
+    await agent.close(1, 0.5, advantage=-2.0)
+    await agent.close(2, discard=True)
+    if restart is not None:
+        engines(world, says=lambda prompt: "one two three", tokens_a_message=4, open=False)
+        asked_before = sum(len(worker.decodes) for worker in world.workers.values())
+        broken = asyncio.ensure_future(agent.say(0, *history, user("on"), stream=True, tools_json=TOOLS))
+        await world.until(lambda: sum(len(worker.decodes) for worker in world.workers.values()) > asked_before)
+        await restart()
+        with pytest.raises((SlipstreamError, asyncio.CancelledError)):
+            await broken
+    engines(world, says=lambda prompt: "fine", tokens_a_message=0)
+    history += [user("on"), assistant(await until_taken_up(agent, 0, *history, user("on"), tools_json=TOOLS))]
+    await agent.say(0, user("twice"), assistant("twice"), user("back"))
+    with pytest.raises((SessionEnded, SessionUnknown)):
+        await agent.say(1, user("more"))
+    await agent.close(1, 0.5)
+    await agent.close(0, 1.0)
+    report = await agent.report()
+    found: list[Any] = []
+    for record in report.rollouts:
+        found.append((record.sample_index, record.reward, record.advantage, record.turn_count))
+        for sample in (record, *record.further_samples):
+            _, data = await world.fetch(sample.logprobs.key)
+            ranges = [(part.start, part.end) for part in sample.loss_ranges]
+            spans = [(span.token_count, span.version.step) for span in sample.spans]
+            found.append((await agent.ids(sample.token_ids), ranges, spans, array("f", data).tolist()))
+            found.append((sample.prompt_token_count, sample.finish_reason, len(sample.routes)))
+    return found
+
+
+async def until_taken_up(agent: Agent, index: int, *messages: Any, **fields: Any) -> str:
+    """What agents do: a turn that found no runner is asked again."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await agent.say(index, *messages, **fields)
+            except (SessionUnknown, Unreachable, Draining):
+                await asyncio.sleep(0.05)
+
+
+async def test_sessions_survive_a_restart_of_their_runner_token_by_token(world: Any) -> None:
+    async with sessions(world, count=3) as agent:
+        expected = await drive(agent)
+    async with sessions(world, count=3) as agent:
+        assert await drive(agent, restart=lambda: restarted(world)) == expected
+        names = [d.request_id for worker in world.workers.values() for d in worker.decodes]
+        assert len(names) == len(set(names)), "requests of both processes have names of their own"
+
+
+async def test_a_runner_that_is_told_to_stop_leaves_its_sessions_to_the_next(world: Any) -> None:
+    async with sessions(world) as agent:
+        await agent.say(0, user("say 3"))
+        world.ask_to_stop()
+        async with asyncio.timeout(20):
+            await asyncio.wait([world.process])
+        assert agent.name not in world.orchestrator.reports
+        await restarted(world)
+        assert await until_taken_up(agent, 0, user("say 3"), assistant("3"), user("now 12")) == "12"
+        await agent.close(0, 1.0)
+        (record,) = (await agent.report()).rollouts
+        assert record.turn_count == 2
+        assert not record.further_samples
+
+
+async def test_a_session_whose_kept_turns_cannot_be_read_ends_and_says_so(world: Any) -> None:
+    async with sessions(world, count=2) as agent:
+        await agent.say(0, user("a text to find"))
+        await agent.say(1, user("say 3"))
+
+        async def damage() -> None:
+            await world.stop()
+            files = (world.directory / "spool" / "runner-1").glob("*.turns")
+            file = max(files, key=lambda path: int(path.stem))  # others are of sessions that nobody closed
+            file.write_bytes(file.read_bytes().replace(b"a text to find", b"a text to lose"))
+            await restarted(world)
+
+        await damage()
+        assert await until_taken_up(agent, 1, user("say 3"), assistant("3"), user("now 12")) == "12"
+        with pytest.raises(SessionEnded) as ended:
+            await agent.say(0, user("a text to find"))
+        assert ended.value.metadata["session_reason"] == "TURNS_LOST"
+        await agent.close(1, 1.0)
+        assert [record.sample_index for record in (await agent.report()).rollouts] == [1]
+
+
+async def test_what_a_session_may_take_is_bounded_and_the_limit_is_named(world: Any) -> None:
+    await restarted(world, sessions=SessionLimits(max_turns=3, max_samples=2, max_text_bytes=4096))
+    try:
+
+        async def refused(index: int, *messages: Any, **fields: Any) -> tuple[str, str]:
+            with pytest.raises(SessionLimitReached) as reached:
+                await agent.say(index, *messages, **fields)
+            return reached.value.metadata["name"], reached.value.metadata["limit"]
+
+        async with sessions(world, count=2) as agent:
+            assert await agent.say(0, user("say 3")) == "3"
+            assert await refused(0, user("several"), choice_count=2) == ("runner.sessions.max_samples", "2")
+            assert await refused(0, user("x" * 5000)) == ("runner.sessions.max_text_bytes", "4096")
+            assert await agent.say(0, user("another 4")) == "4", "what was refused took no place"
+            assert await refused(0, user("a third")) == ("runner.sessions.max_samples", "2")
+            assert await agent.say(0, user("say 3"), assistant("3"), user("now 12")) == "12"
+            assert await refused(0, user("say 3"), assistant("3"), user("on")) == ("runner.sessions.max_turns", "3")
+            assert await agent.say(1, user("say 3")) == "3", "each session has its own"
+            await agent.close(0, 1.0)
+            await agent.close(1, 0.0)
+            (record, _) = (await agent.report()).rollouts
+            assert (record.turn_count, len(record.further_samples)) == (3, 1)
+    finally:
+        await restarted(world, sessions=SessionLimits())

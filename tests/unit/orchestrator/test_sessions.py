@@ -16,7 +16,7 @@ def opened(sessions: Sessions, name: str, **fields: object) -> Opening:
 
 
 def test_a_page_of_sessions_fits_a_message_whatever_their_labels() -> None:
-    sessions = Sessions(SessionsConfig(max_open=1000), 4, "http://x/v1")
+    sessions = Sessions(SessionsConfig(max_open=1000), 4, "http://x/v1", lambda session: None)
     labels = {f"{number}{'k' * 60}": "\U0001f600" * 256 for number in range(16)}
     for number in range(300):
         opened(sessions, str(number), labels=labels)
@@ -32,7 +32,7 @@ def test_a_page_of_sessions_fits_a_message_whatever_their_labels() -> None:
 
 
 def test_a_place_that_was_given_up_while_waiting_is_taken_by_the_next_of_its_key() -> None:
-    sessions = Sessions(SessionsConfig(), 4, "http://x/v1")
+    sessions = Sessions(SessionsConfig(), 4, "http://x/v1", lambda session: None)
     first, second = (opened(sessions, name, group_key="k", group_size=2) for name in ("a", "b"))
     sessions.withdraw(second)
     third = opened(sessions, "c", group_key="k", group_size=2)

@@ -19,7 +19,8 @@ NOTHING = cast(Any, None)
 @pytest.mark.parametrize("error", [SessionEnded("closed", session_reason="CLOSED"), None])
 async def test_a_turn_that_is_ended_before_it_begins_tells_its_reader(error: SlipstreamError | None) -> None:
     assignment = runner_pb2.GroupAssignment(sample_count=1, sampling=types_pb2.Sampling(temperature=1.0))
-    turn = Turn(Samples("s", 0, assignment, NOTHING), NOTHING, session_pb2.RunTurnRequest(session_id="s"))
+    samples = Samples("s", 0, assignment, NOTHING)
+    turn = Turn(samples, NOTHING, session_pb2.RunTurnRequest(session_id="s"), {}, NOTHING)
     done: list[bool] = []
     async with asyncio.timeout(20):
         async with asyncio.TaskGroup() as tasks:
