@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,8 @@ from slipstream.orchestrator.session_history import KeptSession, session_of
 
 Record = Mapping[str, Any]
 
+KEPT_SESSIONS = 1000
+"""That have ended, and are still shown after a restart."""
 KEPT_STEPS = 2
 """Plans of covered steps that are kept for a repeat of GetPlan, which is possible only shortly after."""
 
@@ -120,7 +122,8 @@ class History:
     """Of `groups`: attempts that those rates have taken in."""
     totals: dict[str, Any] = field(default_factory=dict[str, Any])
     sessions: dict[str, KeptSession] = field(default_factory=dict[str, KeptSession])
-    """By name, in the order in which they were opened."""
+    """By name, in the order in which they were opened: those that have not ended, and the newest that have."""
+    ended_sessions: deque[str] = field(default_factory=deque[str])
 
     def plan(self, step: int) -> SealedPlan:
         """The plan of a sealed step that is kept."""
@@ -158,6 +161,8 @@ class History:
         self.evaluation_starts.update(record["evaluation_starts"])
         for name, results in record["accuracies"].items():
             self.accuracies[name] = [AccuracyResult(name, *result) for result in results]
+        for session in record["sessions"]:
+            self._session(session)
         for known in record["groups"]:
             position, phase = known["position"], Phase(known["phase"])
             fields = {
@@ -270,7 +275,12 @@ class History:
         ]
 
     def _session(self, record: Record) -> None:
-        self.sessions[record["session_id"]] = session_of(record)
+        name, session = record["session_id"], session_of(record)
+        self.sessions[name] = session
+        if session.over:
+            self.ended_sessions.append(name)
+        if len(self.ended_sessions) > KEPT_SESSIONS:
+            del self.sessions[self.ended_sessions.popleft()]
 
     # ---- inside
 

@@ -14,6 +14,9 @@ from typing import Any
 from slipstream.api.rollout.v1 import rollout_pb2
 from slipstream.api.types.v1 import types_pb2
 
+OVER = (rollout_pb2.SESSION_STATE_TRAINED, rollout_pb2.SESSION_STATE_ENDED)
+"""A session in these states changes no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeptSession:
@@ -33,6 +36,11 @@ class KeptSession:
     def group_name(self) -> str:
         """Of its group."""
         return self.proto.session_id.rpartition("-")[0]
+
+    @property
+    def over(self) -> bool:
+        """Whether it changes no more."""
+        return self.proto.state in OVER
 
     def as_record(self) -> dict[str, Any]:
         """Fields of the record."""

@@ -23,7 +23,7 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.config import SessionsConfig
 from slipstream.orchestrator.external import PAGE_BYTES
-from slipstream.orchestrator.session_history import KeptSession
+from slipstream.orchestrator.session_history import OVER, KeptSession
 from slipstream.orchestrator.signals import Signal
 
 OPEN = rollout_pb2.SESSION_STATE_OPEN
@@ -74,7 +74,7 @@ class AgentSession:
     @property
     def over(self) -> bool:
         """Whether it changes no more."""
-        return self.proto.state in (TRAINED, ENDED)
+        return self.proto.state in OVER
 
     def has(self, labels: Mapping[str, str]) -> bool:
         """Whether it has all of these labels."""

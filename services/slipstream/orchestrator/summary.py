@@ -31,6 +31,7 @@ def summary_of(history: History) -> dict[str, Any]:
             for name, results in history.accuracies.items()
         },
         "evaluation_starts": dict(history.evaluation_starts),
+        "sessions": [session.as_record() for session in history.sessions.values()],
     }
 
 

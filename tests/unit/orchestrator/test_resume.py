@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from slipstream.api.rollout.v1 import rollout_pb2
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.orchestrator.journal import Journal
-from slipstream.orchestrator.replay import History
+from slipstream.orchestrator.replay import KEPT_SESSIONS, History
 from slipstream.orchestrator.resume import earlier_history
+from slipstream.orchestrator.session_history import KeptSession
 from slipstream.orchestrator.summary import summary_of
 
 
@@ -127,3 +129,19 @@ def test_a_summary_whose_plans_are_gone_is_refused(found, run) -> None:
 def test_a_journal_without_its_beginning_is_refused(found, run) -> None:
     with pytest.raises(ConfigError, match="begins with record 1, which is no summary"):
         found(run, SERVED, ACQUIRED, first=1)
+
+
+def test_sessions_are_known_as_they_were_last_in_a_summary_too_and_of_ended_ones_the_newest(found, run) -> None:
+    def record(number: int, state: rollout_pb2.SessionState) -> dict[str, Any]:
+        proto = rollout_pb2.Session(session_id=f"session-{number}-0", state=state, position=number)
+        kept = KeptSession(proto, bytes([number % 256]) * 32, number, 1, "here:1", None)
+        return {"kind": "session", **kept.as_record()}
+
+    opened = [record(number, rollout_pb2.SESSION_STATE_OPEN) for number in range(3)]
+    ended = [record(number, rollout_pb2.SESSION_STATE_ENDED) for number in range(1, KEPT_SESSIONS + 2)]
+    history = found(run, *opened, *ended)
+    assert [history.sessions[name].proto.state for name in ("session-0-0", "session-2-0")] == [1, 4]
+    assert len(history.sessions) == 1 + KEPT_SESSIONS
+    assert "session-1-0" not in history.sessions
+    again = found({"kind": "summary", **summary_of(history)}, first=3)
+    assert again.sessions == history.sessions
