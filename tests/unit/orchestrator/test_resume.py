@@ -15,7 +15,7 @@ from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.orchestrator.journal import Journal
-from slipstream.orchestrator.replay import KEPT_SESSIONS, History
+from slipstream.orchestrator.replay import KEPT_SESSIONS, History, replay
 from slipstream.orchestrator.resume import earlier_history
 from slipstream.orchestrator.session_history import KeptSession
 from slipstream.orchestrator.summary import summary_of
@@ -143,5 +143,5 @@ def test_sessions_are_known_as_they_were_last_in_a_summary_too_and_of_ended_ones
     assert [history.sessions[name].proto.state for name in ("session-0-0", "session-2-0")] == [1, 4]
     assert len(history.sessions) == 1 + KEPT_SESSIONS
     assert "session-1-0" not in history.sessions
-    again = found({"kind": "summary", **summary_of(history)}, first=3)
+    again = replay([{"kind": "summary", **summary_of(history)}], lambda position: "words")
     assert again.sessions == history.sessions
