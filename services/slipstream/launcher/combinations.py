@@ -22,7 +22,7 @@
 | an environment that runs programs, and no sandbox | every execution fails |
 | a judge that may run longer than the sandbox allows | every execution is refused |
 | a lease shorter than two heartbeats | it ends while its runner lives |
-| cards that cannot be shared out (`placement.py`) | two ranks would take the same one |
+| cards that cannot be shared out (`cards.py`) | two ranks would take the same one |
 | workers asked more rarely than they count as away | they are away between two questions |
 
 What looks alike and works: micro-batches shorter than a sequence (it gets one of its own), a rate that rises for longer
@@ -40,7 +40,7 @@ from slipstream.engine.vllm.families import why_not
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
 from slipstream.environments.config_own import PythonCodeConfig, TerminalConfig
-from slipstream.launcher import placement
+from slipstream.launcher import cards
 from slipstream.launcher.config import RunConfig
 
 Problem = tuple[tuple[str, ...], str]
@@ -301,7 +301,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _room,
     _sandbox,
     _leases,
-    placement.problems,
+    cards.problems,
 )
 
 

@@ -59,7 +59,7 @@ GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""
 OF_GROUPS = "Ranks of a data-parallel group, a process each; replicas then counts groups."
 
-PLACED = ("trainer", "prefill", "decode")
+ON_CARDS = ("trainer", "prefill", "decode")
 """Services whose processes compute on cards of their own."""
 Card = Annotated[int, Field(ge=0, le=1023)]
 OF_DEVICES = (
@@ -159,7 +159,7 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
         fields["replicas"] = (int, replicas)
     if service in GROUPED:
         fields["data_parallel_size"] = (int, Field(default=1, ge=1, le=64, description=OF_GROUPS))
-    if service in PLACED:
+    if service in ON_CARDS:
         fields["devices"] = (list[Card], Field(default_factory=list[int], max_length=1024, description=OF_DEVICES))
     return create_model(f"{service.capitalize()}Section", __base__=_Made, __doc__=config_class.__doc__, **fields)
 

@@ -20,12 +20,12 @@ from slipstream.api.run.v1 import run_pb2
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig, dump_toml
 from slipstream.launcher import child, progress
+from slipstream.launcher.cards import variables_of
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.errors import RunDirError, RunFailedError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers
 from slipstream.launcher.mooncake import mooncake_specs
 from slipstream.launcher.needs import check_memory
-from slipstream.launcher.placement import variables_of
 from slipstream.launcher.ports import LOOPBACK, PortLease, assign_endpoints, take_ports
 from slipstream.launcher.records import Record, read_run
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve

@@ -16,8 +16,8 @@ from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ServiceConfig, TlsConfig, dump_toml
 from slipstream.common.tls import TlsMaterial
+from slipstream.launcher.cards import variables_of
 from slipstream.launcher.config import RunConfig
-from slipstream.launcher.placement import variables_of
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.rundir import RunDir
 from slipstream.trainer.config import TrainerConfig

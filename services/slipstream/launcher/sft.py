@@ -12,8 +12,8 @@ from types import FrameType
 
 from slipstream.common.config import dump_toml
 from slipstream.launcher import child
+from slipstream.launcher.cards import variables_of
 from slipstream.launcher.config import RunConfig
-from slipstream.launcher.placement import variables_of
 from slipstream.launcher.ports import LOOPBACK
 from slipstream.launcher.resolve import resolve
 from slipstream.launcher.rundir import RunLock, create_run_dir, shown

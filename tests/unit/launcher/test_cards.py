@@ -6,9 +6,9 @@ import pytest
 
 from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.common.config_errors import Origins
+from slipstream.launcher.cards import VISIBLE, variables_of
 from slipstream.launcher.combinations import check_combinations
 from slipstream.launcher.config import RUN_CONFIG, RunConfig
-from slipstream.launcher.placement import VISIBLE, variables_of
 from slipstream.launcher.resolve import resolve
 from slipstream.launcher.rundir import RunDir
 

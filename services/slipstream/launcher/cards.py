@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipstream.common.config import ENVIRONMENT, ConfigError
-from slipstream.launcher.config import PLACED, RunConfig
+from slipstream.launcher.config import ON_CARDS, RunConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER=PCI_BUS_ID"
@@ -30,9 +30,9 @@ def variables_of(config: RunConfig, replica: str) -> tuple[str, ...]:
 
     Raises `ConfigError` for a card that the launcher does not see itself.
     """
-    named = dict.fromkeys(card for service in PLACED for card in devices_of(config, service))
+    named = dict.fromkeys(card for service in ON_CARDS for card in devices_of(config, service))
     service, _, number = replica.partition("-")
-    if service not in PLACED or not devices_of(config, service):
+    if service not in ON_CARDS or not devices_of(config, service):
         return ()
     own = cards_of(config, service, 0 if service == "trainer" else int(number.partition("-")[0]) - 1)
     return (ORDER, f"{VISIBLE}={','.join(_seen([*own, *(card for card in named if card not in own)]))}")
@@ -47,7 +47,7 @@ def cards_of(config: RunConfig, service: str, index: int) -> list[int]:
 
 def problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """Settings that cannot be, as `combinations.py` has them."""
-    for service in PLACED:
+    for service in ON_CARDS:
         cards, count = devices_of(config, service), _holders(config, service)
         if not cards or not count:
             continue
