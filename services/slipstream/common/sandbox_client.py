@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 from uuid import uuid4
 
 import grpc
@@ -37,6 +37,10 @@ AWAY_TIMEOUT_S = 30.0
 """How long an executor may be away, such as between two of its processes."""
 AWAY_PAUSE_S = 0.2
 MAX_ARGUMENT_BYTES = 100_000
+_ENDED_WITH_IT = ("expired", "cancelled")
+"""Outcomes of programs that were killed as their sandbox, or the executor, went."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class ExecResult:
 class SandboxClient:
     """One sandbox at one executor. Calls may run side by side. Its lease is renewed before and during calls.
 
-    A sandbox that is gone is made anew, with the files that were written to it.
+    A sandbox that is gone is made anew, with the files that were written to it: since programs cannot write any, it is
+    the same for whoever uses it. An executor that is away is waited for.
     """
 
     def __init__(
@@ -93,8 +98,10 @@ class SandboxClient:
         lease_ttl_s: float = LEASE_TTL_S,
         away_timeout_s: float = AWAY_TIMEOUT_S,
     ) -> None:
-        """`away_timeout_s`: how long `run` waits for an executor that is away."""
+        """`away_timeout_s`: how long calls wait for an executor that is away."""
         self._away_timeout_s = away_timeout_s
+        self.away = False
+        """Whether the executor did not answer when it was asked last."""
         self._address, self._access = address, access
         self._files: dict[str, bytes] = {}
         self._channel = open_channel(address, access)
@@ -128,7 +135,8 @@ class SandboxClient:
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Put files under /files, for programs that start later. Raises `SlipstreamError`."""
         self._files.update(files)
-        try:
+
+        async def write() -> None:
             sandbox_id = await self._sandbox()
             try:
                 await self._write(sandbox_id, files)
@@ -136,17 +144,44 @@ class SandboxClient:
                 if not isinstance(from_rpc_error(error), SandboxUnknown):
                     raise
                 await self._sandbox(gone=sandbox_id)  # made anew, with all files
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+
+        await self._while_away(write)
 
     async def read_files(self, paths: Sequence[str]) -> list[bytes]:
         """Files under /files as the executor has them, in order. Raises `SlipstreamError`."""
-        try:
-            request = sandbox_pb2.ReadFilesRequest(sandbox_id=await self._sandbox(), paths=paths)
-            response = await self._stub.ReadFiles(request, timeout=FILES_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+
+        async def read() -> list[bytes]:
+            sandbox_id = await self._sandbox()
+            try:
+                return await self._read(sandbox_id, paths)
+            except grpc.aio.AioRpcError as error:
+                if not isinstance(from_rpc_error(error), SandboxUnknown):
+                    raise
+            return await self._read(await self._sandbox(gone=sandbox_id), paths)
+
+        return await self._while_away(read)
+
+    async def _read(self, sandbox_id: str, paths: Sequence[str]) -> list[bytes]:
+        request = sandbox_pb2.ReadFilesRequest(sandbox_id=sandbox_id, paths=paths)
+        response = await self._stub.ReadFiles(request, timeout=FILES_TIMEOUT_S)
         return [file.data for file in response.files]
+
+    async def _while_away(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call again while the executor is away, up to `away_timeout_s`. Raises `SlipstreamError`."""
+        away_since_s: float | None = None
+        while True:
+            try:
+                answer = await call()
+            except grpc.aio.AioRpcError as error:
+                rebuilt, now_s = from_rpc_error(error), time.monotonic()
+                self.away = isinstance(rebuilt, (Unreachable, Draining))
+                away_since_s = away_since_s or now_s
+                if not self.away or now_s - away_since_s > self._away_timeout_s:
+                    raise rebuilt from None
+            else:
+                self.away = False
+                return answer
+            await asyncio.sleep(AWAY_PAUSE_S)
 
     async def _write(self, sandbox_id: str, files: Mapping[str, bytes]) -> None:
         written = [sandbox_pb2.File(path=path, data=data) for path, data in files.items()]
@@ -181,21 +216,14 @@ class SandboxClient:
         if timeout_s is None:
             timeout_s = (limits.wall_s or DEFAULT_WALL_S) + QUEUE_TIMEOUT_S
         request = sandbox_pb2.ExecRequest(argv=argv, stdin=stdin, limits=limits.to_proto(), env=env)
-        away_since_s: float | None = None
-        while True:
-            try:
-                return await self._run_once(request, timeout_s)
-            except grpc.aio.AioRpcError as error:
-                rebuilt, now_s = from_rpc_error(error), time.monotonic()
-                away_since_s = away_since_s or now_s
-                if not isinstance(rebuilt, (Unreachable, Draining)) or now_s - away_since_s > self._away_timeout_s:
-                    raise rebuilt from None
-            await asyncio.sleep(AWAY_PAUSE_S)
+        return await self._while_away(lambda: self._run_once(request, timeout_s))
 
     async def _run_once(self, request: sandbox_pb2.ExecRequest, timeout_s: float) -> ExecResult:
         request.sandbox_id = await self._sandbox()
         try:
-            return await self._exec(request, timeout_s)
+            result = await self._exec(request, timeout_s)
+            if result.outcome not in _ENDED_WITH_IT:
+                return result
         except grpc.aio.AioRpcError as error:
             if not isinstance(from_rpc_error(error), SandboxUnknown):
                 raise

@@ -37,7 +37,13 @@ class Tools:
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         self._sandbox = sandbox
+        self._clients = [sandbox] if isinstance(sandbox, SandboxClient) else []
         self.sandbox_executions = 0
+
+    @property
+    def sandbox_away(self) -> bool:
+        """Whether an executor did not answer when it was asked last."""
+        return any(client.away for client in self._clients)
 
     async def run_python(self, source: str, stdin: bytes, limits: SandboxLimits) -> ExecResult:
         """One execution in the sandbox. Raises `SandboxNotConfigured`, or what the executor refuses with."""
@@ -50,4 +56,5 @@ class Tools:
         """A sandbox of the caller's own, which it closes. Raises `SandboxNotConfigured`."""
         if not isinstance(self._sandbox, SandboxClient):
             raise SandboxNotConfigured("this environment works in a sandbox: set sandbox_address")
-        return self._sandbox.session()
+        self._clients.append(self._sandbox.session())
+        return self._clients[-1]

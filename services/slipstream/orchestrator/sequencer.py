@@ -455,6 +455,8 @@ class Sequencer:
         if report.outcome == runner_pb2.GROUP_OUTCOME_CANCELLED:
             # Not by us: a runner that drains hands its groups back.
             self.external.again(assignment.group_id, "RUNNER_LOST", "its runners stopped")
+        elif report.reason in OUTAGES:
+            self.external.again(assignment.group_id, report.reason, report.detail)
         elif finished:
             released = runner_pb2.GroupReport()
             released.CopyFrom(report)  # the caller still needs the references, to release them

@@ -112,7 +112,7 @@ class OpenEpisode:
 class OpenGroup:
     """The episodes of a group's members, in order; the error of those that did not begin."""
 
-    members: list[OpenEpisode | EnvironmentFailed]
+    members: list[OpenEpisode | SlipstreamError]
     stop_token_ids: list[int]
     timeout_s: float
     """Of each rollout; 0 is none of its own."""
@@ -144,6 +144,12 @@ async def _close_after(process: asyncio.subprocess.Process, writer: asyncio.Stre
     await process.wait()
     await asyncio.sleep(LAST_REPLIES_S)
     writer.close()
+
+
+def failure_of(reply: dict[str, Any], environment: str) -> SlipstreamError:
+    """What a reply with an `error` tells of."""
+    kind = SandboxAway if reply.get("away") else EnvironmentFailed
+    return kind(reply["error"], environment=environment)
 
 
 class EnvironmentWorker:
@@ -209,7 +215,7 @@ class EnvironmentWorker:
         """Begin so many episodes of a task. Raises `EnvironmentFailed`, as do the calls below."""
         reply = await self._ask(task.environment, {"op": "open", "task": task.as_json(), "count": count})
         members = [
-            EnvironmentFailed(each["error"], environment=task.environment)
+            failure_of(each, task.environment)
             if "error" in each
             else OpenEpisode(each["episode"], TurnPrompt(**each["prompt"]), each["text"])
             for each in reply["members"]
@@ -292,8 +298,7 @@ class EnvironmentWorker:
             self._waiting.pop(number, None)
         if "error" in reply:
             telemetry.environment_failures.labels(environment).inc()
-            failed = SandboxAway if reply.get("away") else EnvironmentFailed
-            raise failed(reply["error"], environment=environment)
+            raise failure_of(reply, environment)
         return reply
 
     async def _run_once(self) -> None:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import structlog
 
 from slipstream.common.auth import Access
@@ -37,7 +36,7 @@ from slipstream.runner.envclient import MAX_LINE_BYTES
 from slipstream.runner.episode_host import EpisodeHost
 from slipstream.runner.scores import score_as_json
 from slipstream.runner.session_texts import SessionTexts
-from slipstream.runner.user_code import RAISED, given_up, told
+from slipstream.runner.user_code import RAISED, away, given_up, told
 
 log = structlog.get_logger()
 
@@ -75,8 +74,7 @@ class EnvironmentHost:
             return {"id": request["id"], **await self._answer(codec, request)}
         except SlipstreamError as error:
             log.warning("environment_refused", op=request["op"], reason=error.reason, detail=error.message)
-            away = error.code is grpc.StatusCode.UNAVAILABLE
-            return {"id": request["id"], "error": f"{type(error).__name__}: {error}", "away": away}
+            return {"id": request["id"], "error": f"{type(error).__name__}: {error}", "away": away(error)}
         except RAISED as error:
             if given_up(error):
                 raise

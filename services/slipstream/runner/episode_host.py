@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from slipstream.common.errors import ContextTooLong
+from slipstream.common.errors import ContextTooLong, SandboxAway
 from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Limits, Score
 from slipstream.environments.chat import Chat
 from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tools import Sandbox, Tools
 from slipstream.environments.transcript import Prompt, Transcript
 from slipstream.runner.scores import score_as_json
-from slipstream.runner.user_code import RAISED, given_up, told
+from slipstream.runner.user_code import RAISED, away, given_up, told
 
 log = structlog.get_logger()
 
@@ -129,9 +129,9 @@ class EpisodeHost:
             if given_up(error):
                 raise
             log.exception("episode_failed")
-            return {"error": told(error)}
+            return {"error": told(error), "away": away(error)}
 
-    async def _within(self, limits: Limits, what: str, work: Awaitable[T]) -> T:
+    async def _within(self, limits: Limits, what: str, work: Awaitable[T], tools: Tools) -> T:
         limit_s = min(limits.step_timeout_s, self._max_step_s)
         limit = asyncio.timeout(limit_s)
         try:
@@ -140,13 +140,15 @@ class EpisodeHost:
         except TimeoutError:
             if not limit.expired():
                 raise
+            if tools.sandbox_away:
+                raise SandboxAway(f"no sandbox executor answers; {what} waited for {limit_s:g} s") from None
             raise TimeoutError(f"{what} took longer than {limit_s:g} s") from None
 
     async def _begin(
         self, chat: Chat, context_tokens: int, environment: EpisodeEnvironment, limits: Limits, task: Any
     ) -> dict[str, Any]:
         tools = Tools(self._sandbox)
-        episode = await self._within(limits, "setup", environment.setup(task, tools))
+        episode = await self._within(limits, "setup", environment.setup(task, tools), tools)
         try:
             transcript = Transcript(chat, context_tokens)
             opened = _Open(
@@ -190,7 +192,7 @@ class EpisodeHost:
         )
         said = list(parsed.refusals)
         if parsed.message.tool_calls or not parsed.refusals or last:
-            answered = await self._within(limits, "a step", opened.episode.step(parsed.message))
+            answered = await self._within(limits, "a step", opened.episode.step(parsed.message), opened.tools)
             if isinstance(answered, Context):
                 opened.history = list(answered.messages)
                 if answered.tools is not None:
@@ -209,7 +211,7 @@ class EpisodeHost:
             return {"over": "context"}
 
     async def _score(self, opened: _Open) -> dict[str, Any]:
-        score = await self._within(opened.limits, "the score", opened.episode.score())
+        score = await self._within(opened.limits, "the score", opened.episode.score(), opened.tools)
         if not isinstance(score, Score):
             raise TypeError(f"score of {opened.environment.name!r} must return a Score, got {type(score).__name__}")
         conversations = [

@@ -17,7 +17,7 @@ import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common import tracing
-from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SlipstreamError
+from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SandboxAway, SlipstreamError
 from slipstream.runner import telemetry
 from slipstream.runner.cut_turns import CutTurns
 from slipstream.runner.envclient import OpenEpisode, ScoredSample, TaskKey, TurnPrompt
@@ -91,7 +91,8 @@ class EpisodeGroup:
         """All members, each with a score or a failure, or neither where enough others had ended before. Cancelling it
         frees the engines' blocks first.
 
-        Raises `SlipstreamError` where no episode could be opened.
+        Raises `SlipstreamError` where no episode could be opened, and `SandboxAway` where a member needed what is away:
+        the whole group is run again then, as those of one turn are.
         """
         count = self._assignment.sample_count
         with tracing.span("setup"):
@@ -115,12 +116,15 @@ class EpisodeGroup:
         try:
             async with asyncio.TaskGroup() as group:
                 self._running += [group.create_task(self._run_alike(together)) for together in alike.values()]
+            for member in members:
+                if isinstance(member.failure, SandboxAway):
+                    raise member.failure
             ended = True
             for member in members:
                 if member.score is None:
                     self._conversation.release_routes_of(member.samples)
         finally:
-            if not ended:  # cancelled: nobody will ask for its routes
+            if not ended:  # cancelled, or to be run again: nobody will ask for its routes
                 self._conversation.release_routes()
             for number in self._open:
                 self._environments.abandon(number)

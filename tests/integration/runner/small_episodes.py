@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from slipstream.common.errors import Unreachable
 from slipstream.environments.base import Context, Limits, Score, Split, Task
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.messages import Message, ToolSpec
@@ -86,6 +87,8 @@ class CountDown:
                 case "says what is no JSON":
                     nameless: Any = UUID(int=0)
                     return [Message("tool", "now", tool_call_id=nameless)]
+                case "finds no sandbox":
+                    raise RuntimeError("a program was not run") from Unreachable("connection refused")
                 case "hangs":
                     await asyncio.sleep(3600)
         self._right += message.content == str(self._left)

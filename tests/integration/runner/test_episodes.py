@@ -75,6 +75,13 @@ async def test_an_episode_that_fails_ends_alone(start_world: Any, behaviour: str
     assert [(f.sample_index, f.reason, f.detail) for f in report.failures] == [(1, "ENVIRONMENT_ERROR", detail)]
 
 
+async def test_a_group_one_of_whose_episodes_finds_its_sandbox_away_is_to_be_run_again(start_world: Any) -> None:
+    world = await start_world(environments=[turns("finds no sandbox")])
+    report = await world.report(await world.give("turns", task_index=2, samples=3))
+    assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "SANDBOX_AWAY")
+    assert not report.rollouts
+
+
 async def test_a_context_begins_another_sample_of_the_same_rollout(start_world: Any) -> None:
     world = await start_world(environments=[turns("compacts")])
     (record,) = (await world.report(await world.give("turns", task_index=3, samples=1))).rollouts

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from slipstream.common.auth import Access
 from slipstream.common.errors import EnvironmentFailed
+from slipstream.common.sandbox_client import SandboxClient
 from slipstream.environments.base import Limits, Score, Split, Task
 from slipstream.environments.chat import Chat, plain_template
 from slipstream.environments.messages import Message, ToolSpec
@@ -119,3 +121,35 @@ async def test_what_is_too_long_for_a_line_is_refused_on_either_side():
     long = [10**9] * (MAX_LINE_BYTES // 10)
     with pytest.raises(EnvironmentFailed, match=r"this is .* bytes for the environment worker"):
         await worker.score(TaskKey("waiting", "train", 0), [(long, True)])
+
+
+class NeedingASandbox(Waiting):
+    """Episodes whose first step runs a program."""
+
+    needs_sandbox = True
+
+    async def setup(self, task: Task, tools: Tools) -> WaitingEpisode:
+        episode = WaitingEpisode(self.events)
+        session = tools.open_session()
+
+        async def step(message: Message) -> list[Message]:
+            try:
+                await session.run(["true"])
+            finally:
+                await session.close()
+            return []
+
+        episode.step = step
+        return episode
+
+
+@pytest.mark.parametrize(("away_timeout_s", "step_timeout_s"), [(0.1, 30.0), (30.0, 0.3)])
+async def test_a_step_that_finds_no_executor_says_that_it_is_away(away_timeout_s: float, step_timeout_s: float):
+    async with SandboxClient("127.0.0.1:9", Access(), away_timeout_s=away_timeout_s) as sandbox:  # nobody listens
+        environment = NeedingASandbox()
+        environment.limits = Limits(step_timeout_s=step_timeout_s)
+        host = EpisodeHost(sandbox, 60.0)
+        (number,) = await begun(host, environment)
+        answer = await asyncio.create_task(host.turn({"episode": number, **TURN}))
+        assert answer["away"], answer
+        await host.close()
