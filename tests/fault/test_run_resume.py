@@ -36,6 +36,7 @@ def test_a_killed_orchestrator_goes_on_from_its_journal(launch):
     assert run.end(200.0) == 0, run.output
     finished_once(run, 14)
     assert not run.metrics("retrained"), "the trainer lived on"
+    assert "orchestrator died (killed by SIGKILL) and is started again; restart 2 of 5" in run.output
 
 
 def test_a_run_that_was_killed_whole_and_then_stopped_goes_on_to_its_end(launch):
@@ -48,6 +49,7 @@ def test_a_run_that_was_killed_whole_and_then_stopped_goes_on_to_its_end(launch)
     again.wait_until(lambda: again.metrics("restored"))
     os.kill(again.process.pid, ASKED_TO_STOP)
     assert again.end(120.0) == 0, again.output
+    assert "run run: going on from step 2 of 14, that of its last checkpoint" in again.output
     last = launch("run", resume=True)
     assert last.end(200.0) == 0, last.output
     finished_once(last, 14)

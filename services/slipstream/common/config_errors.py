@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 from slipstream.common.config_types import choices, holds_list, item_annotation, models, tag
 
 SHOWN_VALUE_CHARACTERS = 60
+MAX_PROBLEMS = 5
+"""Told of one configuration."""
 
 MESSAGES = {
     "int_type": "must be a whole number",
@@ -88,9 +90,30 @@ def located(place: str, dotted: str) -> str:
 
 
 def explain(config_class: type[BaseModel], error: ValidationError, origins: Origins, section: str = "") -> str:
-    """The first problem of a validation error as one line. `section` is where `config_class` stands in the file."""
-    problems = error.errors(include_url=False)
-    problem: Any = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    """Every problem of a validation error, in one line. `section` is where `config_class` stands in the file."""
+    return together(explanations(config_class, error, origins, section).values())
+
+
+def explanations(
+    config_class: type[BaseModel], error: ValidationError, origins: Origins, section: str = ""
+) -> dict[tuple[str, ...], str]:
+    """The first problem of each key, unknown keys first."""
+    found: dict[tuple[str, ...], str] = {}
+    for problem in sorted(error.errors(include_url=False), key=lambda p: p["type"] != "extra_forbidden"):
+        keys = tuple(real_keys(config_class, problem["loc"]))
+        if keys not in found:
+            found[keys] = _explained(config_class, problem, origins, section)
+    return found
+
+
+def together(sentences: Iterable[str]) -> str:
+    """Several of them as one line; of many, the first."""
+    every = list(dict.fromkeys(sentences))
+    more = len(every) - MAX_PROBLEMS
+    return "; and ".join(every[:MAX_PROBLEMS] + ([f"{more} more"] if more > 0 else []))
+
+
+def _explained(config_class: type[BaseModel], problem: Any, origins: Origins, section: str) -> str:
     below = real_keys(config_class, problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":  # a rule over several fields names the one to change, `field: ...`
@@ -185,8 +208,11 @@ def near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
     if near:
         return [".".join([*keys[:-1], near[0]])]
     every = {".".join(path): path[-1] for path in leaf_paths(config_class)}
-    return [dotted for dotted, name in every.items() if name == keys[-1]][:1] or difflib.get_close_matches(
-        ".".join(keys), every, n=1
+    wanted = difflib.get_close_matches(keys[-1], every.values(), n=1, cutoff=0.75)
+    return (
+        [dotted for dotted, name in every.items() if name == keys[-1]][:1]
+        or [dotted for dotted, name in every.items() if name in wanted][:1]
+        or difflib.get_close_matches(".".join(keys), every, n=1)
     )
 
 

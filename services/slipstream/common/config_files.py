@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from slipstream.common.config_errors import ConfigError, Origins, explain, located, shown, suggest
+from slipstream.common.config_errors import ConfigError, Origins, explanations, located, shown, suggest, together
 from slipstream.common.config_types import (
     annotation_at,
     free_table,
@@ -22,6 +22,7 @@ from slipstream.common.config_types import (
     item_annotation,
     members,
     models,
+    tag,
     takes_only_text,
     wrong_kind,
 )
@@ -51,16 +52,24 @@ def load_with_origins(
         path, _, text = override.partition("=")
         names = [key.replace("-", "_") for key in path.split(".")]
         names = _indexed(data, names, path)
-        value = _parse_value(text, annotation_at(config_class, names))
+        annotation = annotation_at(config_class, names)
+        value = _parse_value(text, annotation)
+        if holds_list(annotation) and text in map(tag, models(annotation)):
+            path = f"{path}.{_add_item(data, names)}"
+            names, value = [*names, path.rpartition(".")[2]], {"type": text}
         values = _normalise(_nest(_raw(path, names), value), config_class)
         _lay(data, values, f"--{path}", origins)
-    for keys, value, meant in _misfits(data, config_class, ()):
-        where = located(origins.place(keys), ".".join(keys))
-        raise ConfigError(f"{where}: must be {meant} (got {shown(value)})")
+    problems = {
+        keys: f"{located(origins.place(keys), '.'.join(keys))}: must be {meant} (got {shown(value)})"
+        for keys, value, meant in _misfits(data, config_class, ())
+    }
     try:
-        return config_class.model_validate(data), origins
+        config = config_class.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(config_class, error, origins)) from None
+        raise ConfigError(together((explanations(config_class, error, origins) | problems).values())) from None
+    if problems:
+        raise ConfigError(together(problems.values()))
+    return config, origins
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -180,6 +189,16 @@ def _indexed(data: dict[str, Any], names: list[str], path: str) -> list[str]:
             at = at.get(name) if isinstance(at, dict) else None
         found.append(name)
     return found
+
+
+def _add_item(data: dict[str, Any], names: list[str]) -> int:
+    """Make room for one more item in the list at `names`; returns its index. A flag that names a variant adds one."""
+    at: Any = data
+    for name in names[:-1]:
+        at = at[int(name)] if isinstance(at, list) else at.setdefault(name, {})
+    items: list[Any] = at.setdefault(names[-1], [])
+    items.append({})
+    return len(items) - 1
 
 
 def _raw(path: str, names: list[str]) -> list[str]:

@@ -148,7 +148,7 @@ def _status(arguments: list[str]) -> int:
     import asyncio
 
     from slipstream.launcher.rundir import launcher_pid
-    from slipstream.launcher.status import ended_run, print_status, read_status, refusal
+    from slipstream.launcher.status import ended_run, print_status, read_status, refusal, standing
 
     run = find_services_run(_reference("status", arguments))
     if launcher_pid(run) is None:
@@ -156,7 +156,13 @@ def _status(arguments: list[str]) -> int:
         print(sentence)
         return 0 if finished else 1
     rows = asyncio.run(read_status(run))
+    stopping, sentence = standing(run)
+    if stopping:
+        for row in rows:
+            row.health = row.health.replace("away", "ended")
     print_status(run, rows)
+    if sentence:
+        print(sentence)
     if sentence := refusal(run, rows):
         raise LauncherError(sentence)
     return 0 if all(row.health != "away" for row in rows) else 1

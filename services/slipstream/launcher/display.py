@@ -23,7 +23,10 @@ LINE_INTERVAL_S = 5.0
 SILENCE_S = 60.0
 """A line that says nothing new comes only this often, as a sign of life."""
 
-LEGEND = "training begins; lag: versions behind, tokens/s: sampled, all alike: groups left out, as they teach nothing"
+LEGEND = (
+    "training begins; groups: ready for the next step, reward: mean over all rollouts that ended since the last step, "
+    "left out ones too, lag: versions behind, tokens/s: sampled, all alike: groups left out, as they teach nothing"
+)
 
 
 class Display(Protocol):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from slipstream.common.config_files import load_with_origins
 from slipstream.common.extras import RUN_MODULES, explain, missing_modules
 from slipstream.launcher.config import RUN_CONFIG, RunConfig
 from slipstream.launcher.errors import LauncherError, RunFailedError
+from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_result, result_of, write_result
+from slipstream.launcher.options import take
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
+from slipstream.launcher.services import service_command
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 
 USAGE = """\
 usage: slipstream eval RUN [OPTION]...
@@ -27,6 +32,7 @@ Ask held-out problems: of a run that is up, through its API and beside its train
 with, or of DIR, a model directory in Hugging Face's form. For those it starts the engines, no trainer, and ends them.
 
   --model DIR            these weights
+  --checkpoint STEP      those of a checkpoint of RUN in the middle: a step, a version such as 1.20, or newest
   --environment NAME     this environment, as configured; may be repeated. All of them unless told
   --problems N           the first N held-out problems of each; as many as configured unless told
   --samples K            answers to each problem; more than one give pass@k. 1 unless told
@@ -47,6 +53,7 @@ class Options:
 
     run: str | None = None
     model: Path | None = None
+    checkpoint: str | None = None
     environments: list[str] = field(default_factory=list[str])
     problems: int | None = None
     samples: int = 1
@@ -71,10 +78,13 @@ def evaluate(arguments: Sequence[str]) -> int:
         run = find_services_run(options.run)
     elif not options.rest:
         raise ConfigError(f"which run, or which configuration? {PROGRAM} --help tells")
+    if options.checkpoint is not None and (run is None or options.model is not None):
+        raise ConfigError(f"--checkpoint takes a run, and no --model: {PROGRAM} RUN --checkpoint STEP")
     missing = missing_modules(RUN_MODULES)
     if missing:
         raise LauncherError(explain(PROGRAM, missing))
-    if run is not None and options.model is None and launcher_pid(run) is not None:
+    asks_weights = options.model is not None or options.checkpoint is not None
+    if run is not None and not asks_weights and launcher_pid(run) is not None:
         return _of_running(run, options)
     return _of_weights(run, options)
 
@@ -100,15 +110,16 @@ def _of_running(run: RunDir, options: Options) -> int:
 
     answers = asyncio.run(evaluate_run(run, asked, asking, on_progress))
     directory = _next_directory(run.path / "evaluations")
-    return _conclude({"of": run.name, **_asked(options)}, answers, options, directory)
+    return _conclude({"of": run.name, "samples": options.samples}, answers, options, directory, config)
 
 
 def _of_weights(run: RunDir | None, options: Options) -> int:
     from slipstream.launcher.evaluate_checkpoint import Request, answers_of, evaluate_checkpoint
-    from slipstream.orchestrator.evaluation_config import EvaluationConfig
 
     say = _teller(options)
-    model = options.model or (weights_of(run, say) if run is not None else None)
+    model = options.model
+    if run is not None and model is None:
+        model = weights_of(run, say) if options.checkpoint is None else weights_at(run, options.checkpoint, say)
     config = _configuration(run, options, model)
     counts = counts_of(config, options)
     request = Request(
@@ -121,13 +132,21 @@ def _of_weights(run: RunDir | None, options: Options) -> int:
         print(f"{directory.name} ended: {how}", file=sys.stderr)
         return ending.exit_code
     answers = answers_of(directory, counts, options.samples)
-    about = {"of": str(trainer.initial_model), **_asked(options)}
-    return _conclude(about, answers, options, directory.path)
+    about = {"of": str(trainer.initial_model), "samples": options.samples}
+    return _conclude(about, answers, options, directory.path, config)
 
 
-def _conclude(about: Mapping[str, Any], answers: Any, options: Options, directory: Path) -> int:
-    from slipstream.launcher.evaluate_results import print_result, result_of, write_result
-
+def _conclude(
+    about: Mapping[str, Any],
+    answers: dict[str, EnvironmentAnswers],
+    options: Options,
+    directory: Path,
+    config: RunConfig,
+) -> int:
+    how = EvaluationConfig(samples=options.samples, temperature=options.temperature)
+    for environment in config.environments:
+        if environment.name in answers:
+            answers[environment.name].temperature = how.temperature_for(environment.temperature)
     result = result_of(about, answers, options.seed)
     if not result["environments"]:
         raise RunFailedError("no problem was answered")
@@ -138,10 +157,6 @@ def _conclude(about: Mapping[str, Any], answers: Any, options: Options, director
         print_result(result)
         print(f"{result['method']}\n{shown(page.with_suffix('.json'))} {shown(page)}")
     return 0
-
-
-def _asked(options: Options) -> dict[str, Any]:
-    return {"samples": options.samples, "temperature": options.temperature}
 
 
 def _teller(options: Options) -> Callable[[str], None]:
@@ -158,6 +173,26 @@ def weights_of(run: RunDir, say: Callable[[str], None]) -> Path:
         say(f"{run.name} did not come to its end: these are the weights it began with")
         return first
     raise LauncherError(f"{run.name} has left no weights: neither in checkpoints/final nor in model/; give --model DIR")
+
+
+def weights_at(run: RunDir, wanted: str, say: Callable[[str], None]) -> Path:
+    """Weights of a checkpoint, written as a model directory, which is kept. Raises `LauncherError`."""
+    from slipstream.trainer.checkpoint_store import CheckpointStore
+
+    known = {str(version): version for version in CheckpointStore(run.path / "checkpoints").versions()}
+    newest = list(known)[-1:] if wanted == "newest" else []
+    found = newest or [name for name, version in known.items() if wanted in (name, str(version.step))]
+    if not found:
+        there = f"there are those of {', '.join(known)}" if known else "it has none (trainer.checkpoint.interval_steps)"
+        raise LauncherError(f"{run.name} has no checkpoint {wanted}; {there}")
+    model = run.path / "checkpoints" / "exported" / found[-1]
+    say(f"writing checkpoint {found[-1]} as a model directory: {shown(model)}")
+    command = service_command("slipstream.trainer.checkpoint_export", run, "trainer")
+    done = subprocess.run([*command, "--version", found[-1]], check=False, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+        raise LauncherError(f"checkpoint {found[-1]} cannot be taken: {last}")
+    return model
 
 
 def _configuration(run: RunDir | None, options: Options, model: Path | None) -> RunConfig:
@@ -217,30 +252,27 @@ def _next_directory(parent: Path) -> Path:
 def parse(arguments: Sequence[str]) -> Options:
     """Take the command line apart. Raises `ConfigError`."""
     options = Options()
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--json":
-            options.json = True
-        elif name in TAKES:
-            if not equals and not rest:
-                raise ConfigError(f"{name} takes a value; see {PROGRAM} --help")
-            TAKES[name](options, value if equals else rest.pop(0))
-        elif word == "@":
-            options.rest += [word, *rest[:1]]
-            rest = rest[1:]
-        elif word.startswith("@"):
-            options.rest.append(word)
-        elif word.startswith("-") and "." in name:
-            options.rest += [word] if equals else [word, *rest[:1]]
-            rest = rest if equals else rest[1:]
-        elif word.startswith("-") or options.run is not None:
-            near = difflib.get_close_matches(name, [*TAKES, "--json"], n=1)
-            meant = f"; did you mean {near[0]}?" if near else f"; see {PROGRAM} --help"
-            raise ConfigError(f"{word!r} is not understood{meant}")
-        else:
-            options.run = word
+
+    def as_json() -> None:
+        options.json = True
+
+    def name_run(word: str) -> bool:
+        free = options.run is None
+        options.run = word if free else options.run
+        return free
+
+    def of_configuration(argument: str, rest: list[str]) -> bool:
+        name, equals, _ = argument.partition("=")
+        field = argument.startswith("-") and "." in name
+        if not field and not argument.startswith("@"):
+            return False
+        options.rest.append(argument)
+        if rest and (argument == "@" or (field and not equals)):
+            options.rest.append(rest.pop(0))
+        return True
+
+    values = {name: partial(option, options) for name, option in TAKES.items()}
+    take(arguments, PROGRAM, values, {"--json": as_json}, name_run, of_configuration)
     return options
 
 
@@ -266,8 +298,13 @@ def _model(options: Options, value: str) -> None:
     options.model = Path(value)
 
 
+def _checkpoint(options: Options, value: str) -> None:
+    options.checkpoint = value
+
+
 TAKES: dict[str, Callable[[Options, str], None]] = {
     "--model": _model,
+    "--checkpoint": _checkpoint,
     "--environment": lambda options, value: options.environments.append(value),
     "--problems": _integer("problems", 1, 1_000_000),
     "--samples": _integer("samples", 1, 256),

@@ -85,8 +85,8 @@ async def _evaluate(
         nowhere = {PUBLISHER: f"{LOOPBACK}:1"}
         configs = resolve(config, run, endpoints | nowhere, redis_url=f"unix://{socket}", rendezvous=rendezvous)
         configs["orchestrator"] = _asking(configs["orchestrator"], request)
+        write_configs(run, configs)  # first: who finds a run by its config.toml sees that this is an evaluation
         run.config_file.write_text(dump_toml(config))
-        write_configs(run, configs)
         publisher: Any = configs.pop(PUBLISHER)
         prepare_model_dir(publisher)
     except OSError as error:

@@ -36,6 +36,8 @@ class EnvironmentAnswers:
     """Problems beside these."""
     versions: set[str] = field(default_factory=set[str])
     """Weights that sampled any token."""
+    temperature: float = 0.0
+    """Of their sampling; 0 is greedy."""
 
 
 def figures_of(answers: EnvironmentAnswers, seed: int) -> dict[str, Any]:
@@ -47,6 +49,7 @@ def figures_of(answers: EnvironmentAnswers, seed: int) -> dict[str, Any]:
     return {
         "problems": summary.problem_count,
         "samples": summary.samples_per_problem,
+        "temperature": answers.temperature,
         "failed": answers.failed,
         "unanswered": answers.unanswered,
         "accuracy": summary.accuracy,
@@ -91,7 +94,10 @@ def print_result(result: dict[str, Any]) -> None:
 
 def _table(result: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    names = ("environment", "problems", "samples", "accuracy", "reward", "pass@k", "tokens", "cut off", "failed")
+    names = (
+        *("environment", "problems", "samples", "temperature", "accuracy", "reward", "pass@k"),
+        *("tokens", "cut off", "failed"),
+    )
     for name in names:
         table.add_column(name, justify="left" if name in ("environment", "pass@k") else "right", no_wrap=True)
     for name, figures in result["environments"].items():
@@ -101,6 +107,7 @@ def _table(result: dict[str, Any]) -> Table:
             name,
             asked,
             str(figures["samples"]),
+            _temperature(figures["temperature"]),
             f"{_percent(figures['accuracy'])} {_ends(figures['accuracy_interval'], percent=True)}",
             f"{figures['reward_mean']:.3f} {_ends(figures['reward_interval'])}",
             ", ".join(f"@{k} {_percent(value)}" for k, value in figures["pass_at_k"].items()),
@@ -109,6 +116,10 @@ def _table(result: dict[str, Any]) -> Table:
             str(figures["failed"]),
         )
     return table
+
+
+def _temperature(value: float) -> str:
+    return "greedy" if value == 0 else f"{value:g}"
 
 
 def _percent(value: float) -> str:
@@ -134,7 +145,8 @@ def page_of(result: dict[str, Any]) -> str:
         cards.append(_card(f"{name}: one of k answers is right", chart))
     rows = "".join(_row(name, each) for name, each in environments.items())
     heads = "".join(
-        f"<th>{head}</th>" for head in ("environment", "problems", "accuracy", "reward", "tokens", "cut off")
+        f"<th>{head}</th>"
+        for head in ("environment", "problems", "temperature", "accuracy", "reward", "tokens", "cut off")
     )
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     about = ", ".join(f"{name}: {value}" for name, value in result.items() if isinstance(value, str | int | float))
@@ -152,6 +164,7 @@ def _row(name: str, each: dict[str, Any]) -> str:
     cells = (
         name,
         str(each["problems"]),
+        _temperature(each["temperature"]),
         f"{_percent(each['accuracy'])} {_ends(each['accuracy_interval'], percent=True)}",
         f"{each['reward_mean']:.3f} {_ends(each['reward_interval'])}",
         f"{each['tokens_mean']:.1f}",

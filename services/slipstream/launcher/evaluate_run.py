@@ -18,6 +18,7 @@ import grpc
 
 from slipstream.algorithms.evaluation import Answer
 from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc, runner_pb2
+from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import (
@@ -35,6 +36,7 @@ from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import access_to
 from slipstream.orchestrator.evaluation import WRONG, answer_of, versions_of
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 
 CALL_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 3.0
@@ -42,6 +44,8 @@ FIRST_LOOK_S = 0.1
 LOOK_S = 1.0
 AWAY_S = 60.0
 """The orchestrator may be away for so long, in seconds."""
+PAUSED_S = 10.0
+"""A run that is asked may be paused for so long, in seconds: a full disk, say, that is being cleared."""
 ATTEMPTS = 3
 MAX_SAMPLES = 64
 
@@ -83,15 +87,59 @@ async def evaluate_run(
             found.versions |= {str(version) for record in records or [] for version in versions_of(record)}
             on_progress(len(problems), len(tasks))
 
+        watch = _Watch(run_pb2_grpc.RunServiceStub(channel), run.name)
+        await watch.look()
         try:
             async with asyncio.TaskGroup() as group:
-                for environment, index in tasks:
-                    group.create_task(ask(environment, index))
+                watching = group.create_task(
+                    watch.run(lambda: len(problems), max(e.deadline_s for e, _ in environments))
+                )
+                asked = [group.create_task(ask(environment, index)) for environment, index in tasks]
+                await asyncio.gather(*asked)
+                watching.cancel()
         except* LauncherError as failed:
             raise failed.exceptions[0] from None
     for name, index in sorted(problems):
         answers[name].problems.append(problems[name, index])
     return answers
+
+
+class _Watch:
+    """Over a run that is asked: raises `LauncherError` once it is paused, or gives no answer, for too long."""
+
+    def __init__(self, stub: run_pb2_grpc.RunServiceStub, name: str) -> None:
+        self._stub = stub
+        self._name = name
+        self._paused_since_s: float | None = None
+
+    async def run(self, answered: Callable[[], int], deadline_s: float) -> None:
+        """For ever. `deadline_s`: the longest that a group may take, all attempts of which may be needed."""
+        seen, seen_s = -1, time.monotonic()
+        while True:
+            if answered() != seen:
+                seen, seen_s = answered(), time.monotonic()
+            silent_s = time.monotonic() - seen_s
+            if silent_s > AWAY_S + ATTEMPTS * deadline_s:
+                raise LauncherError(f"{self._name} has answered nothing for {silent_s:.0f} s; see slipstream status")
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Ask how the run is."""
+        try:
+            now = (await self._stub.GetRun(run_pb2.GetRunRequest(), timeout=CALL_TIMEOUT_S)).run
+        except grpc.aio.AioRpcError:
+            return  # whoever asks waits for it, within limits
+        if now.state != run_pb2.RUN_STATE_PAUSED:
+            self._paused_since_s = None
+            return
+        now_s = time.monotonic()
+        self._paused_since_s = now_s if self._paused_since_s is None else self._paused_since_s
+        if now_s - self._paused_since_s >= PAUSED_S:
+            raise LauncherError(
+                f"{self._name} is paused ({now.reason}), and answers nothing until it goes on; "
+                f"its weights can be asked: slipstream eval {self._name} --checkpoint newest"
+            )
 
 
 class _Asker:
@@ -123,9 +171,9 @@ class _Asker:
         asking = self._asking
         name = f"eval/{asking.seed}/{environment.name}/{index}"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        greedy = asking.samples == 1 if asking.temperature is None else asking.temperature == 0
+        how = EvaluationConfig(samples=asking.samples, temperature=asking.temperature)
         sampling = types_pb2.Sampling(
-            temperature=0.0 if greedy else asking.temperature or environment.temperature,
+            temperature=how.temperature_for(environment.temperature),
             max_new_tokens=environment.max_new_tokens,
             seed=int.from_bytes(digest, "little") >> 33,
         )

@@ -54,6 +54,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, Record]]:
         raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def read_json_lines(path: Path) -> Iterator[Record]:
+    """Records of a file; none if it is missing. Raises `RunDirError` for what is no file."""
+    return (record for _, record in read_lines(path))
+
+
 def read_metrics(path: Path) -> list[Record]:
     """All records of a `metrics.jsonl` and of the older file that it became, oldest first.
 

@@ -52,7 +52,7 @@ OVERVIEW: dict[str, tuple[str, ...]] = {
 """Charts shown unless told, and what is on each."""
 
 TITLES = {
-    "reward": "reward by environment",
+    "reward": "reward by environment: mean over all rollouts that ended since the step before",
     "accuracy": "accuracy on held-out problems",
     "curriculum": "success rates that choose tasks",
     "lag": "lag of trained groups, versions",

@@ -84,6 +84,8 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
     shown = [("phase", PHASE_NAMES.get(run.phase, run.phase) + (" (paused)" if paused(run) else ""))]
     if run.phase == "training":
         shown.append(("step", f"{run.step}/{run.total_steps}"))
+        if ready := ready_groups(run):
+            shown.append(("groups", ready))
         if alike := alike_groups(run):
             shown.append(("all alike", "1 group" if alike == 1 else f"{alike} groups"))
     elif run.phase == "warm_up" and "sft_step" in metrics:  # when it ends, its accuracy decides
@@ -105,6 +107,15 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
 def alike_groups(run: run_pb2.Run) -> int:
     """Groups that were left out since the last step, as all their rollouts earned the same."""
     return int(run.metrics.get(ALIKE, 0.0)) if run.phase == "training" else 0
+
+
+def ready_groups(run: run_pb2.Run) -> str:
+    """How many groups the next step has of those that it takes; empty where none is to come."""
+    metrics = run.metrics
+    if "groups_ready" not in metrics:
+        return ""
+    needed = metrics["groups_per_step"]
+    return f"{min(metrics['groups_ready'], needed):.0f} of {needed:.0f}"
 
 
 def paused(run: run_pb2.Run) -> bool:

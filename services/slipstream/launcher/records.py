@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,14 +11,9 @@ from slipstream.common.disk import with_older
 from slipstream.common.tracing import SPAN
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.intervals import Interval
-from slipstream.launcher.metrics_records import Record, read_lines, read_metrics
+from slipstream.launcher.metrics_records import Record, read_json_lines, read_metrics
 from slipstream.launcher.rollout_files import EVALUATIONS, read_rollouts
 from slipstream.launcher.rundir import RunDir
-
-
-def read_json_lines(path: Path) -> Iterator[Record]:
-    """Records of a file; none if it is missing. Raises `RunDirError` for what is no file."""
-    return (record for _, record in read_lines(path))
 
 
 def read_all(path: Path) -> list[Record]:

@@ -109,13 +109,18 @@ def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         dots, x_label="step", y_label="held-out accuracy", y_range=(0, 1), y_format=lambda y: f"{100 * y:.0f} %"
     )
     samples = max((int(each.get("samples", 1)) for each in records.of_kind("evaluation")), default=1)
-    asked = "Greedy, one answer a problem, through the workers."
+    asked = f"{_sampled(records, samples)}, through the workers."
     if samples > 1:
-        asked = f"{samples} answers a problem, through the workers; pass@k: one of k answers is right."
+        asked += " pass@k: one of k answers is right."
     if all(not one.joined for one in dots):
         asked += " Asked before and after training only: what lies between was not measured, and no line is drawn."
     return [
-        _card("Reward of what was sampled", reward_chart, "Faint: each step. Strong: running mean."),
+        _card(
+            "Reward of what was sampled",
+            reward_chart,
+            "Mean over all rollouts that ended since the step before, "
+            "those of groups that were left out, too. Faint: each step. Strong: running mean.",
+        ),
         _card("Accuracy on held-out problems", accuracy_chart, asked),
         *_curriculum(steps),
         *_optimisation(steps, window),
@@ -135,6 +140,16 @@ def _curriculum(steps: list[Record]) -> list[str]:
     lines = [Series(name, each, color) for (name, each), color in zip(sorted(points.items()), colors, strict=False)]
     chart = charts.line_chart(lines, x_label="step", y_label="right of late", y_range=(0, 1))
     return [_card("Success rates that choose tasks", chart, "Tasks near one half are drawn most.")]
+
+
+def _sampled(records: RunRecords, samples: int) -> str:
+    """How held-out problems were asked: what is asked otherwise, as `slipstream eval` may, is no match for it."""
+    temperature = records.config.get("evaluation", {}).get("temperature")
+    if (temperature is None and samples == 1) or temperature == 0:
+        how = "Greedy"
+    else:
+        how = "At each environment's own temperature" if temperature is None else f"At temperature {temperature:g}"
+    return f"{how}, {'one answer' if samples == 1 else f'{samples} answers'} a problem"
 
 
 def _evaluated(records: RunRecords, colors: dict[str, str]) -> list[Series]:

@@ -10,6 +10,7 @@ from slipstream.common.config import ConfigError
 from slipstream.common.config_files import read_toml
 from slipstream.common.errors import JournalCorrupt
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.metrics_records import read_json_lines
 from slipstream.launcher.ports import bindable, port_of, read_endpoints
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
 from slipstream.orchestrator.journal import read_journal
@@ -45,6 +46,30 @@ def find_resumable(arguments: list[str]) -> RunDir:
             "to go on from: start a new run"
         )
     return run
+
+
+def told(run: RunDir) -> tuple[int, str]:
+    """The step that a run goes on from, and a sentence on it. Raises `JournalCorrupt`."""
+    trained = checkpoint = 0
+    for record in read_journal(run.path / "journal" / "journal.jsonl").records:
+        if record["kind"] in ("trained", "skipped"):
+            trained = max(trained, int(record["step"]))
+        elif record["kind"] == "checkpoint":
+            checkpoint = int(record["step"])
+    total = read_toml(run.config_file).get("orchestrator", {}).get("total_steps", "?")
+    again = f"; steps {checkpoint + 1} to {trained} are taken once more" if trained > checkpoint else ""
+    return checkpoint, f"going on from step {checkpoint} of {total}, that of its last checkpoint{again}"
+
+
+def earlier_s(run: RunDir) -> float:
+    """Seconds that earlier launchers of this run were at work. Of one that was killed, until its last event."""
+    total_s, begun_s, last_s = 0.0, None, 0.0
+    for event in read_json_lines(run.events_file):
+        if event.get("kind") == "run_started":
+            total_s += last_s - begun_s if begun_s is not None else 0.0
+            begun_s = float(event.get("time_s", last_s))
+        last_s = float(event.get("time_s", last_s))
+    return total_s + (last_s - begun_s if begun_s is not None else 0.0)
 
 
 def writes_checkpoints(run: RunDir) -> bool:

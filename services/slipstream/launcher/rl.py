@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.api.run.v1 import run_pb2
@@ -21,11 +22,11 @@ from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
-from slipstream.launcher.resume import make_ready
+from slipstream.launcher.resume import earlier_s, make_ready, told
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
-from slipstream.launcher.supervisor import Supervisor
+from slipstream.launcher.supervisor import OnEvent, Supervisor
 from slipstream.launcher.valkey import socket_path, valkey_spec
 
 
@@ -35,10 +36,15 @@ def run_rl(config: RunConfig, *, stay_up: bool, resumed: RunDir | None = None) -
     run = resumed or create_run_dir(config.run.directory, config.run.name)
     lock, lease, display = RunLock(run), PortLease(), open_display()
     try:
+        before_s = 0.0
         if resumed is not None:
+            before_s = earlier_s(run)
             make_ready(run)
+            from_step, sentence = told(run)
+            display.say(f"run {run.name}: {sentence}")
+            run.record("run_resumed", step=from_step)
         with socket_path(run) as socket:
-            return asyncio.run(_run_rl(config, run, socket, lease, display, stay_up=stay_up))
+            return asyncio.run(_run_rl(config, run, socket, lease, display, before_s, stay_up=stay_up))
     finally:
         display.close()
         lease.close()
@@ -46,7 +52,14 @@ def run_rl(config: RunConfig, *, stay_up: bool, resumed: RunDir | None = None) -
 
 
 async def _run_rl(
-    config: RunConfig, run: RunDir, socket: Path, lease: PortLease, display: Display, *, stay_up: bool
+    config: RunConfig,
+    run: RunDir,
+    socket: Path,
+    lease: PortLease,
+    display: Display,
+    before_s: float = 0.0,
+    *,
+    stay_up: bool,
 ) -> int:
     try:
         endpoints, metrics = assign_endpoints(
@@ -92,16 +105,22 @@ async def _run_rl(
             await progress.watch_run(channel, on_run)
         if stay_up:
             report = await asyncio.to_thread(_report, run)
-            display.say(f"{run.name} finished: {_figures(run, latest, time.monotonic() - begun_s, report)}")
+            display.say(f"{run.name} finished: {_figures(run, latest, before_s + time.monotonic() - begun_s, report)}")
             display.say(f"the run has ended; services stay up until `slipstream stop {shown(run.path)}` or Ctrl-C")
             await asyncio.Event().wait()
 
     def on_stopping() -> None:
+        run.record("run_stopping")
         display.say("stopping all services")
 
+    def on_event(kind: str, **fields: object) -> None:
+        run.record(kind, **fields)
+        if sentence := restart_sentence(kind, fields, config.launcher.restart_budget):
+            display.say(sentence)
+
     begun_s = time.monotonic()
-    ending = await conduct(supervisor_of(config, run), stages, work, on_ready, on_stopping, on_waiting)
-    wall_s = time.monotonic() - begun_s
+    ending = await conduct(supervisor_of(config, run, on_event), stages, work, on_ready, on_stopping, on_waiting)
+    wall_s = before_s + time.monotonic() - begun_s
     return conclude(run, ending, latest, wall_s, display)
 
 
@@ -113,8 +132,16 @@ def _report(run: RunDir) -> str:
         return f"no report: {error.strerror}; `slipstream report {shown(run.path)}` makes it later"
 
 
-def supervisor_of(config: RunConfig, run: RunDir) -> Supervisor:
-    """As `[launcher]` has it; events go to `launcher.jsonl`."""
+def restart_sentence(kind: str, fields: Mapping[str, object], budget: int) -> str:
+    """What a person is told of an event of the supervisor. A death that ends the run is told at its end."""
+    if kind != "service_restart":
+        return ""
+    of = "" if fields["always"] else f" of {budget}"
+    return f"{fields['replica']} died ({fields['reason']}) and is started again; restart {fields['restart']}{of}"
+
+
+def supervisor_of(config: RunConfig, run: RunDir, on_event: OnEvent | None = None) -> Supervisor:
+    """As `[launcher]` has it; events go to `launcher.jsonl` unless told."""
     launcher = config.launcher
     return Supervisor(
         restart=launcher.restart,
@@ -123,7 +150,7 @@ def supervisor_of(config: RunConfig, run: RunDir) -> Supervisor:
         stop_timeout_s=launcher.stop_timeout_s,
         log_limit_bytes=launcher.log_limit_bytes,
         log_kept_files=launcher.log_kept_files,
-        on_event=run.record,
+        on_event=on_event or run.record,
     )
 
 

@@ -107,8 +107,8 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     outcome = str(record.get("outcome"))
     if record.get("step") is not None:
         outcome += f" at step {record['step']}, {record.get('lag')} versions behind"
-    verdict = f"{record.get('reward', 0):g}, {'right' if record.get('correct') else 'wrong'}"
-    verdict += f": {record['detail']}" if record.get("detail") else ""
+    verdict = f"{record.get('reward', 0):g}; accuracy counts it as {'right' if record.get('correct') else 'wrong'}"
+    verdict += f"; {record['detail']}" if record.get("detail") else ""
     parts = ", ".join(f"{name.removesuffix('_s')} {each:.3f}" for name, each in timings.items() if name != "total_s")
     tokens = f"{record.get('prompt_token_count')} of the prompt ({record.get('cached_token_count', 0)} from a cache), "
     tokens += f"{record.get('tokens')} sampled in {record.get('turns')} turns, ended by {record.get('finish_reason')}"

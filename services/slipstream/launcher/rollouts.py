@@ -5,16 +5,17 @@ Reads the run's files alone, so it works while the run goes on and after it.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.common.config import ConfigError
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.options import take
 from slipstream.launcher.outcomes import OUTCOMES, Outcomes, read_outcomes
 from slipstream.launcher.rollout_files import read_rollouts, rollout_id, spans_of
 from slipstream.launcher.rundir import RunDir, find_services_run
@@ -148,22 +149,17 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> int:
 def parse(arguments: Sequence[str]) -> Query:
     """What the command line asks for. Raises `ConfigError`."""
     query = Query(None, [], "time", smallest=False, limit=LIMIT, show=None, json=False)
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--json":
-            query.json = True
-        elif name in OPTIONS:
-            if not equals and not rest:
-                raise ConfigError(f"{name} takes a value; see slipstream rollouts --help")
-            OPTIONS[name](query, value if equals else rest.pop(0))
-        elif word.startswith("-") or query.run is not None:
-            close = difflib.get_close_matches(name, [*OPTIONS, "--json"], n=1)
-            meant = f"; did you mean {close[0]}?" if close else "; see slipstream rollouts --help"
-            raise ConfigError(f"{word!r} is not understood{meant}")
-        else:
-            query.run = word
+
+    def as_json() -> None:
+        query.json = True
+
+    def name_run(word: str) -> bool:
+        free = query.run is None
+        query.run = word if free else query.run
+        return free
+
+    options = {name: partial(option, query) for name, option in OPTIONS.items()}
+    take(arguments, "slipstream rollouts", options, {"--json": as_json}, name_run)
     return query
 
 

@@ -154,9 +154,12 @@ def find_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
 
 
 def find_services_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
-    """The same among the runs that have services, which fine-tuning has not."""
+    """The same among the runs that have services, which fine-tuning has not; the newest is none of `slipstream eval`,
+    unless there are no others.
+    """
     if reference is None:
         runs = [run for run in _newest_first(directory) if not is_fine_tuning(run)]
+        runs = [run for run in runs if not is_evaluation(run)] or runs
         if not runs:
             raise RunDirError(f"no run with services in {directory}/")
         return runs[0]
@@ -177,9 +180,18 @@ def is_fine_tuning(run: RunDir) -> bool:
         return False
 
 
+def is_evaluation(run: RunDir) -> bool:
+    """Whether `slipstream eval` made it: its orchestrator asks, and trains nothing."""
+    try:
+        return bool(read_toml(run.service_config("orchestrator")).get("evaluate_only"))
+    except ConfigError:
+        return False
+
+
 def newest_running(directory: Path = Path("runs")) -> RunDir | None:
-    """The newest run that is up, if one is."""
-    return next((run for run in _newest_first(directory) if launcher_pid(run) is not None), None)
+    """The newest run that is up, if one is; an evaluation only where nothing else is."""
+    running = [run for run in _newest_first(directory) if launcher_pid(run) is not None]
+    return next((run for run in running if not is_evaluation(run)), running[0] if running else None)
 
 
 def _newest_first(directory: Path) -> list[RunDir]:

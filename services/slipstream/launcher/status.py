@@ -23,7 +23,7 @@ from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
-from slipstream.launcher.progress import PHASE_NAMES, alike_groups, paused
+from slipstream.launcher.progress import PHASE_NAMES, alike_groups, paused, ready_groups
 from slipstream.launcher.records import RunRecords, read_json_lines, read_run
 from slipstream.launcher.report import build_report
 from slipstream.launcher.rundir import RunDir, launcher_pid, shown
@@ -77,6 +77,20 @@ def _total_steps(records: RunRecords) -> object:
 
 def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{100 * value:.1f} %"
+
+
+def standing(run: RunDir) -> tuple[bool, str]:
+    """Whether the launcher is ending the run, and a sentence on that, or on where the run went on from."""
+    stopping, sentence = False, ""
+    for event in read_json_lines(run.events_file):
+        kind = event.get("kind")
+        if kind == "run_started":
+            stopping = False
+        elif kind == "run_resumed":
+            sentence = f"it went on from step {event.get('step')}; steps count from the run's beginning"
+        elif kind == "run_stopping":
+            stopping, sentence = True, "it is ending: its services are being stopped, and the report comes last"
+    return stopping, sentence
 
 
 async def read_status(run: RunDir) -> list[ServiceStatus]:
@@ -138,6 +152,8 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     row.version = _version(run.serving) if run.HasField("serving") else ""
     row.load = f"{PHASE_NAMES.get(run.phase, run.phase)}, step {run.step}/{run.total_steps}, "
     row.load += f"{run.running_group_count} groups running"
+    if ready := ready_groups(run):
+        row.load += f", {ready} ready for the next"
     if alike := alike_groups(run):
         row.load += f", {alike} left out since, as their rollouts all earned the same"
     if paused(run):

@@ -186,7 +186,14 @@ class Supervisor:
         quick = self._quick_deaths[spec.replica] = 0 if ran_long else self._quick_deaths.get(spec.replica, 0) + 1
         delay_s = min(self._backoff_s * 2 ** min(quick - 1, 16), self._max_backoff_s) if quick else 0.0
         self._due[spec.replica] = (time.monotonic() + delay_s, spec)
-        self._on_event("service_restart", replica=spec.replica, restart=count + 1, delay_s=delay_s)
+        self._on_event(
+            "service_restart",
+            replica=spec.replica,
+            restart=count + 1,
+            delay_s=delay_s,
+            reason=reason,
+            always=spec.always_restart,
+        )
 
     def _end_group(self, dead: ProcessSpec) -> None:
         """What the others of its group were at cannot go on: end them, and start them again with it."""

@@ -77,8 +77,7 @@ class Assigner:
         assignment = self._assignment(group_id, attempt, task, version)
         assignment.purpose = EVALUATION
         assignment.sample_count = config.samples
-        if config.temperature is not None or config.samples == 1:
-            assignment.sampling.temperature = config.temperature or 0.0
+        assignment.sampling.temperature = config.temperature_for(assignment.sampling.temperature)
         return assignment
 
     def external(self, group: ExternalGroup, version: PolicyVersion) -> runner_pb2.GroupAssignment:

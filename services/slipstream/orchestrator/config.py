@@ -199,7 +199,8 @@ class OrchestratorConfig(ServiceConfig):
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
 
     tracking: list[AnyTracker] = Field(default_factory=list[AnyTracker])
-    """Experiment trackers that get the figures of steps and evaluations, too."""
+    """Experiment trackers that get the figures of steps and evaluations, too. A flag with a type adds one:
+    `--orchestrator.tracking wandb`."""
 
     metrics_limit_bytes: int = Field(default=512 * 2**20, ge=4096)
     """Bytes of metrics.jsonl and the older file that it becomes; that one goes when they are reached."""

@@ -23,3 +23,9 @@ class EvaluationConfig(BaseConfig):
 
     timeout_s: float = Field(default=3600.0, gt=0)
     """An evaluation that takes longer ends with the answers it has; pauses of the run do not count."""
+
+    def temperature_for(self, own: float) -> float:
+        """Of the sampling of an environment whose own temperature this is."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.samples == 1 else own

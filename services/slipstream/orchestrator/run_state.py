@@ -80,6 +80,8 @@ class RunState:
         """What the trainer said last that it is doing; empty before it said anything."""
         self.changed = Signal()
         self.running_groups: Callable[[], int] = lambda: 0
+        self.waiting_figures: Callable[[], dict[str, float]] = dict
+        """Of the step that comes next, at the moment of asking."""
         self.workers: Callable[[], list[run_pb2.WorkerVersion]] = list
         self._metrics_file = metrics
         self._started_ms = int(time.time() * 1000)
@@ -190,7 +192,7 @@ class RunState:
             total_steps=self.total_steps,
             published=_version(self.published),
             serving=_version(self.serving),
-            metrics=self.metrics,
+            metrics=self.metrics | self.waiting_figures(),
             accuracies=[_accuracy(result) for result in self.accuracies],
             workers=self.workers(),
             running_group_count=self.running_groups(),

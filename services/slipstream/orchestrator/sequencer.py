@@ -153,6 +153,7 @@ class Sequencer:
         self._interval = StepInterval(clock())
         self._masked = frozenset(e.name for e in config.environments if e.age_out == "mask")
         state.running_groups = lambda: len(self._running)
+        state.waiting_figures = self._waiting_figures
 
     # ---- after a restart
 
@@ -612,6 +613,11 @@ class Sequencer:
     def ready_groups(self) -> int:
         """Groups that are ready for the next step."""
         return self.machine.count(Phase.SCORED)
+
+    def _waiting_figures(self) -> dict[str, float]:
+        if self.state.phase is not RunPhase.TRAINING or self.machine.sealed_step >= self.machine.last_step:
+            return {}
+        return {"groups_ready": float(self.ready_groups), "groups_per_step": float(self.config.groups_per_step)}
 
     @property
     def waits_for_agents(self) -> bool:

@@ -65,6 +65,7 @@ class Supervisor:
         if self._config.evaluate_before and "before" not in self._done:
             await self._evaluate("before", RunPhase.EVALUATING_BEFORE)
         self._enter(RunPhase.TRAINING)
+        self._state.progress(self._state.step / self._sequencer.machine.last_step)  # above 0 where it goes on
         await self._evaluate_now_and_then()
         # The last version must be served before it can be judged.
         machine = self._sequencer.machine

@@ -115,25 +115,39 @@ def load(
         CheckpointFailed: it cannot be read.
     """
     reader = SafetensorsReader(directory)
-    weights = _model_tensors(model)
-    saved = {name for name in reader.shapes if name.startswith(_MODEL)}
-    wrong = sorted(saved ^ weights.keys()) or [n for n in weights if tuple(weights[n].shape) != reader.shapes[n]]
-    if wrong:
-        raise ConfigError(f"{directory} is of another model: {', '.join(wrong[:3])}")
+    weights = _weights(model, reader, directory)
     states = _empty_states(optimizer, reader, directory, section)
     moments = {f"{_OPTIMIZER}{name}/{key}": value for name, state in states.items() for key, value in state.items()}
     random = {
         name: torch.zeros(reader.shapes[name], dtype=torch.uint8) for name in _random_states() if name in reader.shapes
     }
-    try:
-        state_dict_loader.load(
-            {**weights, **moments, **random, **_named(others)}, storage_reader=reader, no_dist=not dist.is_initialized()
-        )
-    except CheckpointException as error:
-        raise CheckpointFailed(f"{directory} cannot be read: {_cause(error)}", path=directory) from error
+    _read({**weights, **moments, **random, **_named(others)}, reader, directory)
     optimizer.load_state(states)
     optimizer.weights_changed()
     _set_random_states(random)
+
+
+def load_weights(model: Model, directory: Path) -> None:
+    """Bring a model alone to a checkpoint. Raises as `load` does."""
+    reader = SafetensorsReader(directory)
+    _read(_weights(model, reader, directory), reader, directory)
+
+
+def _weights(model: Model, reader: SafetensorsReader, directory: Path) -> dict[str, Tensor]:
+    """Of the model, for those that are saved to be read into. Raises `ConfigError` where they are of another one."""
+    weights = _model_tensors(model)
+    saved = {name for name in reader.shapes if name.startswith(_MODEL)}
+    wrong = sorted(saved ^ weights.keys()) or [n for n in weights if tuple(weights[n].shape) != reader.shapes[n]]
+    if wrong:
+        raise ConfigError(f"{directory} is of another model: {', '.join(wrong[:3])}")
+    return weights
+
+
+def _read(tensors: dict[str, Tensor], reader: SafetensorsReader, directory: Path) -> None:
+    try:
+        state_dict_loader.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise CheckpointFailed(f"{directory} cannot be read: {_cause(error)}", path=directory) from error
 
 
 def _state(model: Model, optimizer: ModelOptimizer) -> dict[str, Tensor]:

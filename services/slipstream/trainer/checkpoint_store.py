@@ -62,10 +62,18 @@ class CheckpointStore:
     def newest(self) -> Saved | None:
         """The newest complete checkpoint: of the latest incarnation, its latest step."""
         for version in reversed(self._versions()):
-            saved = _read(self.root / str(version), version)
+            saved = self.find(version)
             if saved is not None:
                 return saved
         return None
+
+    def find(self, version: PolicyVersion) -> Saved | None:
+        """That of a version, if it is complete."""
+        return _read(self.root / str(version), version)
+
+    def versions(self) -> list[PolicyVersion]:
+        """Those of which there is one that looks complete, oldest first."""
+        return [v for v in self._versions() if (self.root / str(v) / MARKER_FILE).exists()]
 
     def at(self, version: PolicyVersion) -> Saved:
         """One that another rank has found complete. Raises `CheckpointFailed` where it is not to be seen here."""
@@ -126,8 +134,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """The newest stay, and those of every so many steps."""
-        complete = [v for v in self._versions() if (self.root / str(v) / MARKER_FILE).exists()]
-        for version in complete[: -self._keep_last]:
+        for version in self.versions()[: -self._keep_last]:
             if self._keep_every_steps and version.step and version.step % self._keep_every_steps == 0:
                 continue
             path = self.root / str(version)

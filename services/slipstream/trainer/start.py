@@ -62,12 +62,12 @@ def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Si
     from slipstream.trainer.parallel.filling import without_weights
     from slipstream.trainer.step import Learner
 
-    source: Any = model and _extended(config, model)
+    source: Any = model and extended(config, model)
     tree: Any = source
     if world.alone:
         tree.to(world.device)
     else:  # no rank has room for all of it where it computes
-        tree = _extended(config, without_weights(sizes))
+        tree = extended(config, without_weights(sizes))
     status.parameter_count = sum(parameter.numel() for parameter in tree.parameters())
     passes = passes_of(config.compute)
     learner = Learner(tree, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
@@ -77,7 +77,7 @@ def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Si
     return learner
 
 
-def _extended(config: TrainerConfig, model: Model) -> Model:
+def extended(config: TrainerConfig, model: Model) -> Model:
     """With what FP8 and adapters change about it."""
     from slipstream.models.fp8.modules import convert
     from slipstream.models.lora.adapters import attach

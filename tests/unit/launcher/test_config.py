@@ -286,3 +286,17 @@ def test_contradictions_between_sections_are_found(config):
 def test_the_command_needs_no_torch():
     code = "import sys, slipstream.launcher.rl, slipstream.launcher.status; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_flag_adds_a_tracker_and_a_second_one_sets_it():
+    flags = [
+        "orchestrator.tracking=tensorboard",
+        "orchestrator.tracking=wandb",
+        "orchestrator.tracking.wandb.project=mine",
+    ]
+    config = load_config(RUN_CONFIG, ["examples/demo.toml"], flags)
+    tracking = config.section("orchestrator").tracking  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    assert [(each.type, getattr(each, "project", None)) for each in tracking] == [
+        ("tensorboard", None),
+        ("wandb", "mine"),
+    ]

@@ -54,6 +54,8 @@ def said(capsys, *arguments: str) -> tuple[int, str]:
         (("--temperature", "hot"), "--temperature takes a number from 0 to 10"),
         (("--seed",), "--seed takes a value"),
         (("ended",), "ended has left no weights"),
+        (("ended", "--checkpoint", "3"), "ended has no checkpoint 3; it has none"),
+        (("@", "f.toml", "--checkpoint", "3"), "--checkpoint takes a run"),
         (("@", "missing.toml"), "missing.toml"),
     ],
 )
@@ -140,6 +142,7 @@ def test_the_result_is_a_table_json_and_a_page(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "2 of 3" in shown
     assert "62.5 % (" in shown
+    assert "greedy" in shown
     assert "pass@k" in shown
     assert "k 4" in shown
     assert "\x1b" not in shown

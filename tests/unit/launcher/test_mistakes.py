@@ -95,6 +95,9 @@ def refused(tmp_path, monkeypatch, capsys):
         ("[model]\nn_heads = 3", "x.toml: model.n_kv_heads: must divide n_heads"),
         ("[orchestrator]\nmin_group_size = 30", "x.toml: orchestrator.min_group_size: must not exceed samples_per_group"),
         ("[tls]\ncert_file = 'a.pem'", "x.toml: tls: key_file and ca_file not set: cert_file, key_file and ca_file go together"),
+        ("[trainer]\nlrr = 1", "x.toml: unknown key 'trainer.lrr'; did you mean 'trainer.optim.lr'?"),
+        ("[trainer]\nmax_of_policy_steps = 1", "x.toml: unknown key 'trainer.max_of_policy_steps'; did you mean 'orchestrator.max_off_policy_steps'?"),
+        ("[run]\nsead = 1\n[orchestrator]\ntotal_steps = 0\nstep_quotas = 1", "x.toml: unknown key 'run.sead'; did you mean 'run.seed'?; and x.toml: orchestrator.total_steps: must be at least 1 (got 0); and x.toml: orchestrator.step_quotas: must be true or false (got 1)\n"),
         ("[sandbox.default_limits]\nwall_s = 900", "x.toml: sandbox.default_limits.wall_s: is above max_limits.wall_s"),
     ],
 )  # fmt: skip

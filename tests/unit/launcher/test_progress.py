@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from slipstream.api.run.v1 import run_pb2
-from slipstream.launcher.display import LineDisplay, PanelDisplay
+from slipstream.launcher.display import LEGEND, LineDisplay, PanelDisplay
 from slipstream.launcher.progress import TimeLeft, facts, outcome
 
 
@@ -44,6 +45,21 @@ def test_training_shows_step_reward_lag_speed_and_time_left():
         ("tokens/s", "2310"),
         ("left", "1 min 35 s"),
     ]
+
+
+def test_the_groups_that_are_ready_for_the_next_step_are_told():
+    metrics = {"groups_ready": 9.0, "groups_per_step": 32.0}
+    assert facts(run_pb2.Run(phase="training", total_steps=2, metrics=metrics), None)[2] == ("groups", "9 of 32")
+    metrics["groups_ready"] = 40.0  # beyond the next one
+    assert facts(run_pb2.Run(phase="training", total_steps=2, metrics=metrics), None)[2] == ("groups", "32 of 32")
+
+
+def test_a_run_that_goes_on_does_not_take_what_was_done_before_for_its_own_speed():
+    clock = Clock()
+    left = TimeLeft(clock)
+    assert left.update(run_pb2.Run(phase="training", phase_fraction_done=0.5)) is None
+    clock.now_s = 10
+    assert left.update(run_pb2.Run(phase="training", phase_fraction_done=0.6)) == pytest.approx(40)
 
 
 def test_training_that_gets_nowhere_as_all_rewards_are_equal_says_so():
@@ -118,9 +134,7 @@ def test_without_a_terminal_a_line_comes_now_and_then(capsys):
         display.show(run_pb2.Run(phase="training", step=step, total_steps=100))
     display.show(run_pb2.Run(phase="evaluating_after"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(
-        "training begins; lag: versions behind, tokens/s: sampled, all alike: groups left out, as they teach nothing"
-    )
+    assert lines[0].endswith(LEGEND)
     assert len(lines) == 3
     assert "step 0/100" in lines[1]
     assert "evaluating after" in lines[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.launcher.cli import main
-from slipstream.launcher.resume import find_resumable
+from slipstream.launcher.resume import earlier_s, find_resumable, told
 from slipstream.launcher.rundir import RunDir, RunLock
 from slipstream.orchestrator.journal import Journal
 
@@ -60,6 +60,21 @@ def test_a_run_that_has_ended_for_good_is_refused_with_its_reason(made, capsys, 
     made(state=state, reason="all 8 steps are trained", told_again=told_again)
     said = refusal(capsys, "--resume", "demo")
     assert said == "error: demo has ended for good: all 8 steps are trained; its report is in runs/demo\n"
+
+
+def test_a_run_that_goes_on_says_from_where_and_counts_the_time_before(made) -> None:
+    run = made()
+    journal = Journal(run.path / "journal" / "journal.jsonl")
+    for kind, step in (("trained", 1), ("checkpoint", 1), ("trained", 2), ("trained", 3)):
+        journal.append(kind, step=step)
+    journal.close()
+    run.config_file.write_text(f"{CHECKPOINTS}[orchestrator]\ntotal_steps = 9\n")
+    sentence = "going on from step 1 of 9, that of its last checkpoint; steps 2 to 3 are taken once more"
+    assert told(run) == (1, sentence)
+    events = [("run_started", 10.0), ("service_died", 14.0), ("run_started", 100.0), ("run_ended", 103.0)]
+    lines = [f'{{"kind": "{kind}", "time_s": {time_s}}}\n' for kind, time_s in events]
+    run.events_file.write_text("".join(lines))
+    assert earlier_s(run) == 7.0
 
 
 def test_without_checkpoints_there_are_no_weights_to_go_on_from(made, capsys) -> None:

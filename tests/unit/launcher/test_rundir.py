@@ -18,6 +18,23 @@ from slipstream.launcher.rundir import (
 )
 
 
+def test_the_newest_run_is_no_evaluation_unless_there_is_nothing_else(tmp_path):
+    evaluated = create_run_dir(tmp_path, "run-eval")
+    evaluated.config_file.write_text("")
+    evaluated.service_config("orchestrator").write_text("evaluate_only = true\n")
+    assert find_services_run(None, tmp_path).name == "run-eval"
+    trained = create_run_dir(tmp_path, "run")
+    trained.config_file.write_text("")
+    os.utime(trained.config_file, (1, 1))
+    assert find_services_run(None, tmp_path).name == "run"
+    locks = [RunLock(evaluated)]
+    assert newest_running(tmp_path) == evaluated
+    locks.append(RunLock(trained))
+    assert newest_running(tmp_path) == trained
+    for lock in locks:
+        lock.release()
+
+
 def test_a_taken_name_gets_a_number(tmp_path):
     names = [create_run_dir(tmp_path, "demo").name for _ in range(3)]
     assert names == ["demo", "demo-2", "demo-3"]

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from slipstream.common.config import ConfigError
+from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
+from slipstream.models.checkpoint import load_model, to_hf
 from slipstream.models.lora.adapters import attach
 from slipstream.models.lora.config import LoraConfig
+from slipstream.models.registry import load_sizes, save_sizes
+from slipstream.trainer.checkpoint_export import export
 from slipstream.trainer.checkpoint_state import Target, load, save_async
 from slipstream.trainer.checkpoint_store import CheckpointStore
+from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import ModelOptimizer
 
@@ -45,3 +50,22 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, algorithm, other
     else:
         with pytest.raises(ConfigError, match=f'of another optimizer: .* trainer.optim.algorithm = "{other}" keeps'):
             load(fresh, own, {}, tmp_path / "1.1")
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+def test_a_checkpoint_becomes_a_model_directory_with_its_adapters_merged(tmp_path, adapters):
+    model, optimizer = stepped("adamw", adapters)
+    (tmp_path / "model").mkdir()
+    save_sizes(model.sizes, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    target = Target.of(CheckpointStore(tmp_path / "checkpoints"), PolicyVersion(1, 1), {})
+    save_async(model, optimizer, {}, target, None).wait()
+    config = TrainerConfig(run_dir=tmp_path, lora=LoraConfig(rank=2) if adapters else None)
+    with pytest.raises(CheckpointFailed, match=r"1\.2 is not complete"):
+        export(config, PolicyVersion(1, 2))
+    export(config, PolicyVersion(1, 1))
+    exported = tmp_path / "checkpoints" / "exported" / "1.1"
+    assert (exported / "tokenizer.json").read_text() == "{}"
+    found, meant = to_hf(load_model(load_sizes(exported), exported)), to_hf(model)
+    assert found.keys() == meant.keys()
+    assert all(torch.equal(found[name], meant[name]) for name in meant)
