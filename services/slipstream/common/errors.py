@@ -211,6 +211,13 @@ class SandboxAway(SlipstreamError):
     reason = "SANDBOX_AWAY"
 
 
+class TeacherAway(SlipstreamError):
+    """No teacher worker answers. The group whose tokens it should judge is run again when one is back."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "TEACHER_AWAY"
+
+
 # --- Orchestrator ------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@
 | a probe longer than the context | no version is ever served |
 | several trainer ranks (one is started) | the others' part of each step is never trained |
 | a warm-up without demonstrations | it has nothing to learn from |
+| teacher workers and a loss that asks none, or a gateway | they judge for nobody; sessions are judged by none |
 | an evaluation without tasks | it would report nothing |
 | a store that cannot hold the versions to keep | publishing is refused for ever |
 | a spool that cannot hold the groups of a step | no new group is taken, and the step is never full |
@@ -212,6 +213,22 @@ def _warm_up(config: RunConfig) -> Iterator[Problem]:
         yield keys, "is 0, and nothing else has demonstrations to warm up on; raise it or set sft.enabled = false"
 
 
+def _teacher(config: RunConfig) -> Iterator[Problem]:
+    if not config.replicas("teacher"):
+        return
+    if _of(config, "trainer", "loss").type != "distillation":
+        yield (
+            ("teacher.replicas",),
+            f"is {config.replicas('teacher')}, and the loss asks no teacher; "
+            'set trainer.loss.type = "distillation", or teacher.replicas = 0',
+        )
+    if config.replicas("gateway"):
+        yield (
+            ("teacher.replicas", "gateway.enabled"),
+            "is above 0, and what outside agents say is judged by no teacher worker; set gateway.enabled = false",
+        )
+
+
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
     asked = any(environment.evaluation_task_count for environment in config.environments)
     for when, never in (("before", "false"), ("after", "false"), ("every_steps", "0")):
@@ -298,6 +315,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _ranks,
     _warm_up,
     _evaluation,
+    _teacher,
     _room,
     _sandbox,
     _leases,

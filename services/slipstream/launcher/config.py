@@ -26,6 +26,7 @@ from slipstream.prefill.config import PrefillConfig
 from slipstream.router.config import RouterConfig
 from slipstream.runner.config import RunnerConfig
 from slipstream.sandbox.config import SandboxConfig
+from slipstream.teacher.config import TeacherConfig
 from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
 from slipstream.trainer.optim_config import OptimConfig
 
@@ -39,10 +40,11 @@ SERVICES: dict[str, type[ServiceConfig]] = {
     "runner": RunnerConfig,
     "trainer": TrainerConfig,
     "gateway": GatewayConfig,
+    "teacher": TeacherConfig,
 }
 """Every service of a run, in the order in which they are started."""
 
-REPLICATED = {"prefill": 1, "decode": 2, "runner": 1}
+REPLICATED = {"prefill": 1, "decode": 2, "runner": 1, "teacher": 0}
 """Services that can run several times, and how often they do unless told."""
 
 OF_PREFILL = (
@@ -54,6 +56,8 @@ OPTIONAL = {
     "gateway": (False, "Run it: outside agents then drive sessions, whose trajectories train."),
 }
 """Services that can be left out, and whether they run unless told."""
+
+OF_TEACHER = "Processes of this service, which then judge in place of the trainer where the loss distils. 0: none."
 
 GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""
@@ -75,6 +79,7 @@ FILLED = frozenset(
         *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
         *("evaluate_before", "evaluate_after", "evaluate_every_steps", "evaluate_only", "evaluation"),
         *("block_size_tokens", "gateway_url"),
+        *("teacher_workers", "teacher_pool", "teacher_model", "teacher_architecture"),
     }
 )
 """Fields of services that the launcher fills in; no section of a service has them."""
@@ -154,7 +159,9 @@ def _section(service: str, config_class: type[ServiceConfig]) -> type[BaseConfig
         enabled, what = OPTIONAL[service]
         fields["enabled"] = (bool, Field(default=enabled, description=what))
     if service in REPLICATED:
-        least, what = (0, OF_PREFILL) if service == "prefill" else (1, "Processes of this service.")
+        least, what = {"prefill": (0, OF_PREFILL), "teacher": (0, OF_TEACHER)}.get(
+            service, (1, "Processes of this service.")
+        )
         replicas = Field(default=REPLICATED[service], ge=least, le=64, description=what)
         fields["replicas"] = (int, replicas)
     if service in GROUPED:

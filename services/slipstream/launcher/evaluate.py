@@ -215,6 +215,7 @@ def _configuration(run: RunDir | None, options: Options, model: Path | None) -> 
             "run": config.run.model_copy(update={"name": f"{config.run.name[:58]}-eval"}),
             "launcher": config.launcher.model_copy(update={"restart": "never"}),
             "sft": config.sft.model_copy(update={"enabled": False}),
+            "teacher": config.section("teacher").model_copy(update={"replicas": 0}),
             "trainer": type(trainer)(**kept, initial_model=model.absolute()),
         }
     )

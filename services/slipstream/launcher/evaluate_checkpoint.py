@@ -39,7 +39,7 @@ from slipstream.orchestrator.evaluation import WRONG
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.trainer.model_dir import prepare_model_dir
 
-LEFT_OUT = ("trainer", "gateway")
+LEFT_OUT = ("trainer", "gateway", "teacher")
 PUBLISHER = "trainer"
 """Whose section says how the weights are read and published; no such service is started."""
 TOLD_EVERY_S = 5.0

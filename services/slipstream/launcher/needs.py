@@ -11,7 +11,7 @@ from slipstream.launcher.memory import MIB, available_bytes
 from slipstream.models.qwen3_moe.config import MoeConfig
 
 BASE_MIB = {"orchestrator": 58, "broadcaster": 58, "router": 48, "sandbox": 40, "prefill": 255, "decode": 255,
-            "gateway": 52, "runner": 46, "trainer": 350, "valkey": 8}  # fmt: skip
+            "gateway": 52, "teacher": 250, "runner": 46, "trainer": 350, "valkey": 8}  # fmt: skip
 """Proportional set size of each process beside weights and KV, a little below what the demo shows in training: 1685 MiB
 together, of which this file accounts for 1576."""
 ENVIRONMENT_MIB = 52
@@ -52,6 +52,7 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
         if engine.type == "vllm" and engine.offload is not None:
             kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
         total += config.replicas(pool) * config.data_parallel_size(pool) * (MIB * base + copies * weights + kv)
+    total += config.replicas("teacher") * (MIB * BASE_MIB["teacher"] + weights)
     total += MIB * config.replicas("runner") * ENVIRONMENT_MIB * max(1, len(config.environments))
     return total + MIB * sum(config.replicas(name) * BASE_MIB[name] for name in ("runner", "gateway", "sandbox"))
 

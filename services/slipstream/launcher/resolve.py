@@ -17,6 +17,7 @@ from slipstream.launcher.ports import LOOPBACK, port_of
 from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import service_of
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
+from slipstream.trainer.loss_config import DistillationLossConfig
 
 ANYWHERE = "0.0.0.0"
 MAX_DRAIN_S = 5.0
@@ -219,11 +220,28 @@ def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str])
         "model": config.model.model_dump(exclude_unset=True),
         "sft": config.sft.model_dump(exclude_unset=True),
         "model_dir": run.path / "model",
+        **_teacher_values(config, endpoints),
         "block_size_tokens": _setting(config, "decode", "engine").block_size_tokens,
         "evaluate_before": config.evaluation.before,
         "evaluate_after": config.evaluation.after,
         "evaluate_every_steps": config.evaluation.every_steps,
         "evaluation": config.evaluation.model_dump(include=set(EvaluationConfig.model_fields)),
+    }
+
+
+def _teacher_values(config: RunConfig, endpoints: Mapping[str, str]) -> dict[str, Any]:
+    """Who judges what is sampled, where the loss distils."""
+    pool = [
+        {"replica": name, "address": address} for name, address in endpoints.items() if service_of(name) == "teacher"
+    ]
+    loss = _setting(config, "trainer", "loss")
+    named = {"teacher_model": loss.teacher.absolute()} if isinstance(loss, DistillationLossConfig) else {}
+    architecture = config.model.architecture
+    return {
+        "teacher_workers": pool,
+        "teacher_pool": config.replicas("teacher") > 0,
+        "teacher_architecture": architecture,
+        **named,
     }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
-from slipstream.common.errors import SandboxAway
+from slipstream.common.errors import SandboxAway, TeacherAway
 from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.run_state import ENVIRONMENTS, RunState
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 MAX_DETAIL_CHARS = 512
 TOO_FEW_MEMBERS = "TOO_FEW_MEMBERS"
 BAD_ADVANTAGES = "BAD_ADVANTAGES"
-OUTAGES = frozenset({SandboxAway.reason})
+OUTAGES = frozenset({SandboxAway.reason, TeacherAway.reason})
 """Reasons that say nothing of the group: what it needs is away."""
 
 

@@ -63,3 +63,5 @@ def _check_sample(record: runner_pb2.RolloutRecord | runner_pb2.RolloutSample, n
     for name, dtype in (("token_ids", "int32"), ("logprobs", "float32")):
         if getattr(record, name).dtype != dtype:
             raise InvalidRequest(f"they are {dtype}", field=f"{name}.dtype", limit=dtype)
+    if record.HasField("teacher_logprobs") and record.teacher_logprobs.dtype != "float32":
+        raise InvalidRequest("they are float32", field="teacher_logprobs.dtype", limit="float32")

@@ -39,7 +39,7 @@ from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.assignments import group_id_of
 from slipstream.orchestrator.run_state import AccuracyResult
-from slipstream.orchestrator.sealer import SealedPlan
+from slipstream.orchestrator.sealer import SealedPlan, references
 from slipstream.orchestrator.session_history import KeptSession, session_of
 
 Record = Mapping[str, Any]
@@ -130,7 +130,7 @@ class History:
         record = self.sealed[step]
         plans = [unpacked(text) for text in record["plans"]]
         sequences = [each for plan in plans for batch in plan.micro_batches for each in batch.sequences]
-        rows = [ref for each in sequences for ref in (each.token_ids, each.logprobs, *each.routes)]
+        rows = [ref for each in sequences for ref in references(each)]
         attempts = frozenset(zip(map(group_id_of, record["positions"]), record["attempts"], strict=True))
         return SealedPlan(step, plans, record["figures"], rows, attempts)
 

@@ -137,6 +137,7 @@ class Sealer:
             routes=sample.routes,
             temperature=group.assignment.sampling.temperature,
             sample_number=number,
+            **({"teacher_logprobs": sample.teacher_logprobs} if sample.HasField("teacher_logprobs") else {}),
         )
 
 
@@ -162,7 +163,15 @@ def sampled_token_count(record: runner_pb2.RolloutRecord) -> int:
 
 def record_rows(record: runner_pb2.RolloutRecord) -> list[types_pb2.RowsRef]:
     """Return every reference of a rollout."""
-    return [ref for each in samples_of(record) for ref in (each.token_ids, each.logprobs, *each.routes)]
+    return [ref for each in samples_of(record) for ref in references(each)]
+
+
+def references(
+    each: runner_pb2.RolloutRecord | runner_pb2.RolloutSample | batch_pb2.PlannedSequence,
+) -> list[types_pb2.RowsRef]:
+    """Return those of one sample."""
+    teacher = [each.teacher_logprobs] if each.HasField("teacher_logprobs") else []
+    return [each.token_ids, each.logprobs, *teacher, *each.routes]
 
 
 def within_bound(

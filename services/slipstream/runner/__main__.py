@@ -22,6 +22,7 @@ from slipstream.runner.servicer import RowsServicer
 from slipstream.runner.session_servicer import SessionServicer
 from slipstream.runner.sessions import SessionRunner
 from slipstream.runner.spool import Spool
+from slipstream.runner.teacher import TeacherClient
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.watch import WorkerWatch
 
@@ -44,7 +45,8 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     environments = EnvironmentPool(arguments, config.environment_timeout_s, names)
     watch = WorkerWatch(peers.router)
     turns = TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s)
-    groups = GroupRunner(environments, turns, spool, address, epoch, rollout_log.write)
+    teacher = TeacherClient(peers, [each.address for each in config.teacher_workers], config.teacher_timeout_s)
+    groups = GroupRunner(environments, turns, spool, address, epoch, rollout_log.write, teacher)
     sessions = SessionRunner(
         EnvironmentWorker(arguments, config.environment_timeout_s, []),
         turns,

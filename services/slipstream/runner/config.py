@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from slipstream.common.config import BaseConfig, ServiceConfig
+from slipstream.common.config import BaseConfig, ServiceConfig, WorkerEndpoint
 from slipstream.environments.config import EnvironmentConfig
 
 
@@ -61,6 +61,12 @@ class RunnerConfig(ServiceConfig):
 
     environment_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time environment code may take for one call, in seconds."""
+
+    teacher_workers: list[WorkerEndpoint] = Field(default_factory=list[WorkerEndpoint])
+    """Teacher workers that judge what is sampled for training; none unless the run distils from a pool of them."""
+
+    teacher_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest time to have a group judged by the teacher, in seconds: then it fails, and is run again."""
 
     report_period_s: float = Field(default=0.02, gt=0)
     """Finished groups are collected for this long before they are reported together, in seconds."""

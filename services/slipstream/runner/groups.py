@@ -23,6 +23,7 @@ from slipstream.runner.rollout import STOP
 from slipstream.runner.rollout_record import records_of
 from slipstream.runner.spares import spares_of
 from slipstream.runner.spool import Rows, Spool
+from slipstream.runner.teacher import TeacherClient
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.unfinished import Unfinished
@@ -30,6 +31,7 @@ from slipstream.runner.unfinished import Unfinished
 log = structlog.get_logger()
 
 EXTERNAL = runner_pb2.GROUP_PURPOSE_EXTERNAL
+TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
 
 
 def task_of(assignment: runner_pb2.GroupAssignment) -> TaskKey:
@@ -48,6 +50,7 @@ class GroupRunner:
         address: str,
         epoch: str,
         write_rollouts: Callable[[list[dict[str, Any]]], None],
+        teacher: TeacherClient | None = None,
     ) -> None:
         self._environments = environments
         self._turns = turns
@@ -55,6 +58,7 @@ class GroupRunner:
         self._recorder = Recorder(address, epoch)
         self._write_rollouts = write_rollouts
         self._cut_turns = CutTurns()
+        self._teacher = teacher
 
     async def run(
         self, assignment: runner_pb2.GroupAssignment, prompt: RenderedPrompt, unfinished: Unfinished | None = None
@@ -80,6 +84,7 @@ class GroupRunner:
             play = self._play_turns if prompt.takes_turns else self._play
             with tracing.span("run", trace, group_id=assignment.group_id, sample_count=assignment.sample_count):
                 group, executions = await play(assignment, prompt, deadline_s, report, turn_log)
+                await self._judge(assignment, group)
         except SlipstreamError as error:
             report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
             report.reason, report.detail = error.reason, error.message[:4096]
@@ -102,6 +107,18 @@ class GroupRunner:
                 self._turns.release_routes(sample for finished in group for sample in finished.samples)
                 raise
         return report
+
+    async def _judge(self, assignment: runner_pb2.GroupAssignment, group: list[Finished]) -> None:
+        """Have the teacher say how likely it finds what is to be trained on."""
+        if self._teacher is None or assignment.purpose != TRAINING:
+            return
+        samples = [sample for finished in group for sample in finished.samples]
+        try:
+            with tracing.span("teacher"):
+                await self._teacher.judge(samples, assignment.sampling.temperature)
+        except BaseException:
+            self._turns.release_routes(samples)
+            raise
 
     async def _play(
         self,

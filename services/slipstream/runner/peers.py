@@ -9,7 +9,7 @@ from uuid import uuid4
 import grpc
 import structlog
 
-from slipstream.api.inference.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from slipstream.api.inference.v1 import decode_pb2_grpc, prefill_pb2_grpc, teacher_pb2_grpc
 from slipstream.api.rollout.v1 import rows_pb2, rows_pb2_grpc, runner_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
@@ -34,6 +34,7 @@ class Peers:
         self.router = routing_pb2_grpc.RouterServiceStub(self._channel(router))
         self._prefill: dict[str, prefill_pb2_grpc.PrefillServiceStub] = {}
         self._decode: dict[str, decode_pb2_grpc.DecodeServiceStub] = {}
+        self._teacher: dict[str, teacher_pb2_grpc.TeacherServiceStub] = {}
         self._placements: list[str] = []
         self._route_keys: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         """Of a holder and its epoch."""
@@ -54,6 +55,12 @@ class Peers:
         stub = self._decode.get(address)
         if stub is None:
             stub = self._decode[address] = decode_pb2_grpc.DecodeServiceStub(self._channel(address))
+        return stub
+
+    def teacher(self, address: str) -> teacher_pb2_grpc.TeacherServiceStub:
+        stub = self._teacher.get(address)
+        if stub is None:
+            stub = self._teacher[address] = teacher_pb2_grpc.TeacherServiceStub(self._channel(address))
         return stub
 
     def release_placement(self, placement_id: str) -> None:

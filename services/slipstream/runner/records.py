@@ -68,7 +68,13 @@ class Recorder:
             "token_ids": self._refer(rows, f"t/{key}", "int32", sample.token_ids),
             "logprobs": self._refer(rows, f"l/{key}", "float32", sample.logprobs),
             "routes": sample.routes,
+            **self._teacher(rows, key, sample),
         }
+
+    def _teacher(self, rows: dict[str, Rows], key: str, sample: Rollout) -> dict[str, Any]:
+        if not sample.teacher_logprobs:
+            return {}
+        return {"teacher_logprobs": self._refer(rows, f"q/{key}", "float32", sample.teacher_logprobs)}
 
     def _refer(self, rows: dict[str, Rows], key: str, dtype: str, values: list[Any]) -> types_pb2.RowsRef:
         # Every platform this runs on is little-endian with 4-byte "i" and "f"; servicer.py asserts it.
@@ -106,5 +112,6 @@ def refs_of(report: runner_pb2.GroupReport) -> tuple[list[str], list[types_pb2.R
     """Spool keys and route references of a report, for giving back what nobody needs."""
     samples = [sample for record in report.rollouts for sample in (record, *record.further_samples)]
     keys = [ref.key for sample in samples for ref in (sample.token_ids, sample.logprobs)]
+    keys += [sample.teacher_logprobs.key for sample in samples if sample.HasField("teacher_logprobs")]
     routes = {(ref.holder, ref.key): ref for sample in samples for ref in sample.routes}
     return keys, list(routes.values())

@@ -85,6 +85,8 @@ class Rollout:
         self.prompt_token_count = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
         self.logprobs = [0.0] * len(prompt_token_ids)
+        self.teacher_logprobs: list[float] = []
+        """Of all positions, once a teacher was asked."""
         self.sampled: list[tuple[int, int]] = []
         """Ranges of positions, ascending, one for each turn."""
         self.spans: list[types_pb2.VersionSpan] = []

@@ -84,7 +84,12 @@ def _sample(rollout: Rollout) -> dict[str, Any]:
         "prompt_token_count": rollout.prompt_token_count,
         "cached_token_count": rollout.cached_token_count,
         "token_ids": rollout.token_ids,
-        "logprobs_base64": _sampled_logprobs(rollout),
+        "logprobs_base64": _of_sampled(rollout, rollout.logprobs),
+        **(
+            {"teacher_logprobs_base64": _of_sampled(rollout, rollout.teacher_logprobs)}
+            if rollout.teacher_logprobs
+            else {}
+        ),
     }
 
 
@@ -95,7 +100,7 @@ def _timings(finished: Finished) -> Timings:
     return total
 
 
-def _sampled_logprobs(rollout: Rollout) -> str:
+def _of_sampled(rollout: Rollout, logprobs: Sequence[float]) -> str:
     """Those of the sampled tokens, in order, as little-endian float32: exact, and a tenth of the time of decimals."""
-    values = array("f", [each for start, end in rollout.sampled for each in rollout.logprobs[start:end]])
+    values = array("f", [each for start, end in rollout.sampled for each in logprobs[start:end]])
     return base64.b64encode(values.tobytes()).decode()

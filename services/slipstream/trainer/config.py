@@ -180,6 +180,9 @@ class TrainerConfig(ServiceConfig):
     `probe_tolerance`, as for one that does where the trainer does not."""
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    teacher_pool: bool = False
+    """Whether teacher workers judge what is sampled, so that the loss `distillation` takes what comes with the rows."""
+
     environments: list[EnvironmentConfig] = Field(default_factory=list)
     """Environments whose demonstrations the warm-up learns from."""
 

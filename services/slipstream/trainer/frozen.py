@@ -40,7 +40,7 @@ class FrozenModels:
         device = device_of(config.compute, config.group.place)
         if config.loss.reference_kl_coefficient:
             reference = _freeze(load_model(load_sizes(config.model_dir), config.model_dir), device)
-        if config.loss.type == "distillation":
+        if config.loss.type == "distillation" and not config.teacher_pool:
             teacher = _freeze(load_model(teacher_sizes(config, config.loss.teacher), config.loss.teacher), device)
         return cls(reference, teacher)
 

@@ -155,7 +155,8 @@ class DistillationLossConfig(_TruncatedConfig):
     type: Literal["distillation"] = "distillation"
 
     teacher: Path
-    """Model directory of the teacher. It must have the run's tokenizer; the trainer runs it over every token."""
+    """Model directory of the teacher. It must have the run's tokenizer. The trainer runs it over every token, or
+    teacher workers do (`teacher.replicas`)."""
 
     kl_coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher's part of each token's advantage."""

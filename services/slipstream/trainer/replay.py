@@ -48,15 +48,22 @@ class Recorded:
     token_ids: NDArray[np.int32]
     logps: NDArray[np.float32]
     """Of all tokens; NaN where none was sampled."""
+    teacher_logps: NDArray[np.float32] | None = None
+    """The same of what a teacher worker said."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Recorded:
         """From a line of `rollouts/`. Raises `ValueError` and `KeyError` for one that is not whole."""
         token_ids = np.array(record["token_ids"], np.int32)
-        sampled = np.frombuffer(base64.b64decode(record["logprobs_base64"]), "<f4")
-        logps = np.full(len(token_ids), np.nan, np.float32)
-        logps[np.concatenate([np.arange(start, end) for start, end in record["loss_ranges"]])] = sampled
-        return cls(token_ids, logps)
+        positions = np.concatenate([np.arange(start, end) for start, end in record["loss_ranges"]])
+
+        def placed(name: str) -> NDArray[np.float32]:
+            logps = np.full(len(token_ids), np.nan, np.float32)
+            logps[positions] = np.frombuffer(base64.b64decode(record[name]), "<f4")
+            return logps
+
+        judged = "teacher_logprobs_base64"
+        return cls(token_ids, placed("logprobs_base64"), placed(judged) if judged in record else None)
 
 
 def read_rollouts(directory: Path, wanted: set[str]) -> dict[str, Recorded]:
@@ -97,6 +104,8 @@ def _made(planned: batch_pb2.PlannedSequence, rollouts: Mapping[str, Recorded], 
     if recorded is not None:
         parts[ref_id(planned.token_ids)] = Part(0, recorded.token_ids.data.cast("B"))
         parts[ref_id(planned.logprobs)] = Part(0, recorded.logps.data.cast("B"))
+        if recorded.teacher_logps is not None:
+            parts[ref_id(planned.teacher_logprobs)] = Part(0, recorded.teacher_logps.data.cast("B"))
     try:
         made = stitch(planned, parts, form)
     except RowsRefused as error:

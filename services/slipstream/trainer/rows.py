@@ -62,7 +62,8 @@ class RowForm:
 
 def references(planned: batch_pb2.PlannedSequence) -> list[types_pb2.RowsRef]:
     """Every reference of a sequence."""
-    return [planned.token_ids, planned.logprobs, *planned.routes]
+    teacher = [planned.teacher_logprobs] if planned.HasField("teacher_logprobs") else []
+    return [planned.token_ids, planned.logprobs, *teacher, *planned.routes]
 
 
 def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form: RowForm) -> TrainSequence | None:
@@ -72,6 +73,11 @@ def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form
     logps = _whole("logprobs", planned.logprobs, parts, count, np.dtype("<f4"))
     if token_ids is None or logps is None:
         return None
+    judged = None
+    if planned.HasField("teacher_logprobs"):
+        judged = _whole("teacher_logprobs", planned.teacher_logprobs, parts, count, np.dtype("<f4"))
+        if judged is None:
+            return None
     if count < 2:
         raise RowsRefused("token_count", f"{count} tokens predict nothing")
     if token_ids.min() < 0 or token_ids.max() >= form.vocab_size:
@@ -100,6 +106,7 @@ def stitch(planned: batch_pb2.PlannedSequence, parts: Mapping[RefId, Part], form
         advantage=planned.advantage,
         temperature=planned.temperature or 1.0,
         unknown_logp_count=int((~known).sum()),
+        teacher_logps=None if judged is None else judged[targets][known],
     )
 
 

@@ -61,6 +61,9 @@ class TrainSequence:
     unknown_logp_count: int = 0
     """Sampled tokens that are no targets, as the engine gave no log-probability: NaN, infinite or above 0."""
 
+    teacher_logps: NDArray[np.float32] | None = None
+    """`[R]`: what a teacher worker says of the targets, at `temperature`; above 0 where it was not asked."""
+
     @property
     def input_count(self) -> int:
         """Tokens that go through the model: the last one is a target only."""

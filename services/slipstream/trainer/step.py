@@ -41,6 +41,7 @@ from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.parallel.world import World
 from slipstream.trainer.replay_check import check_replay
 from slipstream.trainer.sequence import Lost, TrainSequence, plain_sequence
+from slipstream.trainer.teacher_rows import teacher_logps
 from slipstream.weights.manifest import Box
 
 
@@ -189,6 +190,8 @@ class Learner:
         clock, temperature_R = self._clock, temperatures(batch)
         with clock.phase("frozen"):
             frozen = self._frozen(part, temperature_R)  # first: they keep no activations
+            if any(sequence.teacher_logps is not None for sequence in batch):
+                frozen["teacher_logp_T"] = torch.from_numpy(teacher_logps(batch)).to(self.device)
         with clock.phase("forward"), self._offload.forward():
             new_R, entropy_R = self.ranked.logps(part, temperature_R, share_LE=self.expert_share_LE)
         old_R = torch.from_numpy(_joined([sequence.engine_logps for sequence in batch], np.float32))

@@ -19,6 +19,7 @@ MODULES = (
     "slipstream.broadcaster.telemetry",
     "slipstream.engine.worker.telemetry",
     "slipstream.gateway.telemetry",
+    "slipstream.teacher.telemetry",
     "slipstream.orchestrator.telemetry",
     "slipstream.orchestrator.tracking.feed",
     "slipstream.router.telemetry",

@@ -107,6 +107,12 @@ def test_a_student_comes_nearer_to_its_teacher_without_any_reward():
         gaps.append(np.concatenate([agent.logps([each]) for each in batch]) - wanted)
         figures = trained(agent, [batch], step)
         assert figures["teacher_kl"] == pytest.approx(gaps[-1].sum() / 15, abs=1e-4)
+    # What teacher workers say of the same tokens, in place of a teacher in the trainer, is the same step.
+    apart = Learner(tiny_model(), OPTIM, loss)
+    split = np.split(wanted.astype(np.float32), np.cumsum([len(each.target_positions) for each in batch])[:-1])
+    judged = [replace(each, teacher_logps=part) for each, part in zip(batch, split, strict=True)]
+    assert trained(apart, [judged], 1)["teacher_kl"] == pytest.approx(gaps[0].sum() / 15, abs=1e-4)
+    assert np.concatenate([apart.logps([each]) for each in batch]) - wanted == pytest.approx(gaps[1], abs=1e-4)
     # On the same tokens again and again: those that the teacher finds likelier rise, the others fall.
     assert np.abs(gaps[-1]).mean() < np.abs(gaps[0]).mean()
 

@@ -11,8 +11,9 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import Ranges
 from slipstream.trainer.fetch import Part, RefId
 from slipstream.trainer.probe import choose_probe, probe_prompts
-from slipstream.trainer.rows import COMPARED_ROWS, RowForm, RowsRefused, stitch
+from slipstream.trainer.rows import COMPARED_ROWS, RowForm, RowsRefused, references, stitch
 from slipstream.trainer.sequence import version_number
+from slipstream.trainer.teacher_rows import teacher_logps
 
 SHAPE = (2, 1)
 FORM = RowForm(SHAPE, np.dtype(np.uint8), expert_count=200, vocab_size=50, trained=PolicyVersion(1, 4))
@@ -62,6 +63,21 @@ def test_prompt_rows_and_decode_rows_meet_at_their_positions():
     assert sequence.target_positions.tolist() == [3, 4, 5]
     assert sequence.engine_logps.tolist() == [-3.0, -4.0, -5.0]
     assert sequence.sampled_at.tolist() == [version_number(PolicyVersion(1, 3))] * 3
+
+
+def test_what_a_teacher_says_comes_with_the_rows_and_without_it_the_sequence_is_lost():
+    row = np.array([1, 1, 1, -1, 1, -2], np.float32)
+    asked = planned(teacher_logprobs=ref("q", "float32", ()))
+    sequence = stitch(asked, parts(q=part(0, row)), FORM)
+    assert sequence is not None
+    assert sequence.teacher_logps is not None
+    assert sequence.teacher_logps.tolist() == [-1.0, 1.0, -2.0]
+    assert np.isnan(teacher_logps([sequence])).tolist() == [False, True, False], "not asked: the loss leaves it out"
+    assert stitch(asked, parts(), FORM) is None
+    assert [each.key for each in references(asked)] == ["t", "l", "q", "p", "d"]
+    alone = stitch(planned(), parts(), FORM)
+    assert alone is not None
+    assert alone.teacher_logps is None
 
 
 def test_tokens_without_a_log_probability_do_not_train_and_the_rest_keep_their_versions():

@@ -1,0 +1,1 @@
+"""Teacher workers: what a frozen model says of tokens that the policy sampled."""

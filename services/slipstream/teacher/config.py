@@ -1,0 +1,41 @@
+"""Configuration of teacher workers. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from slipstream.common.config import ServiceConfig
+
+
+class TeacherConfig(ServiceConfig):
+    """Which weights, where they compute, and how much waits."""
+
+    teacher_model: Path = Path("teacher")
+    """Model directory of the weights."""
+
+    teacher_architecture: str = "qwen3_moe"
+    """What computes them, where their own `config.json` names no architecture that is built in."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where they compute. "auto" takes a card if there is one."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the products; weights are float32."""
+
+    torch_threads: int = Field(default=1, ge=1)
+    """Threads of torch's operators, all within one thread of ours."""
+
+    max_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens that go through the model together; a longer sequence goes alone."""
+
+    max_waiting_tokens: int = Field(default=2**21, ge=1)
+    """Tokens of calls that wait or are worked on; a call beyond is refused, unless nothing waits."""
+
+    max_request_tokens: int = Field(default=2**20, ge=1)
+    """Tokens of one call."""
+
+    logits_rows: int = Field(default=4096, ge=1)
+    """Positions whose logits are held at once."""

@@ -1,0 +1,183 @@
+"""A teacher worker over real gRPC: what it says of tokens, what it refuses, and how runners ask several of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.api.inference.v1 import teacher_pb2, teacher_pb2_grpc
+from slipstream.api.types.v1 import types_pb2
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
+from slipstream.common.errors import (
+    ContextTooLong,
+    EngineFull,
+    InvalidRequest,
+    SlipstreamError,
+    TeacherAway,
+    from_rpc_error,
+)
+from slipstream.common.runtime import build_server
+from slipstream.models.checkpoint import save_model
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.model import MoeModel, build_model, init_weights
+from slipstream.models.registry import save_sizes
+from slipstream.runner.peers import Peers
+from slipstream.runner.rollout import Rollout
+from slipstream.runner.teacher import UNKNOWN, TeacherClient
+from slipstream.teacher.config import TeacherConfig
+from slipstream.teacher.desk import Desk
+from slipstream.teacher.scorer import Asked, Scorer, batches
+from slipstream.teacher.servicer import TeacherServicer
+
+SIZES = MoeConfig(
+    vocab_size=24, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, expert_dim=16, max_context_tokens=32
+)
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def model() -> MoeModel:
+    made = build_model(SIZES)
+    init_weights(made, 3)
+    made.eval()
+    return made
+
+
+@pytest.fixture(scope="module")
+def config(model: MoeModel, tmp_path_factory: pytest.TempPathFactory) -> TeacherConfig:
+    directory: Path = tmp_path_factory.mktemp("teacher")
+    save_model(model, directory)
+    save_sizes(SIZES, directory)
+    return TeacherConfig(teacher_model=directory, max_batch_tokens=24, max_waiting_tokens=64, logits_rows=3)
+
+
+@dataclass
+class Served:
+    """A worker that is up."""
+
+    address: str
+    stub: teacher_pb2_grpc.TeacherServiceStub
+    desk: Desk
+
+
+@pytest.fixture(scope="module")
+def scorer(config: TeacherConfig) -> Scorer:
+    return Scorer(config)
+
+
+@asynccontextmanager
+async def serving(config: TeacherConfig, scorer: Scorer) -> AsyncIterator[Served]:
+    executor = ThreadPoolExecutor(1)
+    desk = Desk(scorer.score, executor, config.max_batch_tokens, config.max_waiting_tokens)
+    servicer = TeacherServicer(config, scorer.sizes, desk)
+    add = teacher_pb2_grpc.add_TeacherServiceServicer_to_server
+    server, port = build_server(config, [(add, servicer, "slipstream.api.inference.v1.TeacherService")])
+    await server.start()
+    running = asyncio.create_task(desk.run())
+    address = f"127.0.0.1:{port}"
+    try:
+        async with open_channel(address, Access()) as channel:
+            yield Served(address, teacher_pb2_grpc.TeacherServiceStub(channel), desk)
+    finally:
+        running.cancel()
+        await server.stop(0)
+        executor.shutdown()
+
+
+def meant(model: MoeModel, token_ids: list[int], start: int, end: int, temperature: float = 1.0) -> list[float]:
+    """One sequence alone, as the model sees it without any packing."""
+    model.routes.begin()
+    with torch.no_grad():
+        logits = model.logits(model.hidden(torch.tensor([token_ids[:-1]]))[0]) / temperature
+    logps = torch.log_softmax(logits.float(), -1)
+    return [float(logps[position - 1, token_ids[position]]) for position in range(start, end)]
+
+
+def sequence(token_ids: list[int], *ranges: tuple[int, int]) -> teacher_pb2.TokenSequence:
+    asked = [types_pb2.RowRange(start=start, end=end) for start, end in ranges]
+    return teacher_pb2.TokenSequence(token_ids=token_ids, ranges=asked)
+
+
+async def refusal(call: Callable[[], Awaitable[object]]) -> SlipstreamError:
+    import grpc
+
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call()
+    return from_rpc_error(raised.value)
+
+
+async def test_it_says_of_each_token_what_the_model_says_however_sequences_are_packed(model, config, scorer):
+    draw = np.random.default_rng(0)
+    tokens = [draw.integers(0, 24, length).tolist() for length in (9, 2, 30, 12)]
+    asked = [sequence(tokens[0], (4, 9)), sequence(tokens[1], (1, 2)), sequence(tokens[2], (1, 3), (20, 30))]
+    asked.append(sequence(tokens[3], (6, 12)))
+    async with serving(config, scorer) as served:
+        request = teacher_pb2.ScoreTokensRequest(sequences=asked, temperature=0.7)
+        answer = await served.stub.ScoreTokens(request, timeout=30)
+    for ids, each, told in zip(tokens, asked, answer.sequences, strict=True):
+        expected = [logp for part in each.ranges for logp in meant(model, ids, part.start, part.end, 0.7)]
+        assert list(told.logprobs) == pytest.approx(expected, abs=1e-5)
+
+
+def test_sequences_go_together_as_long_as_their_tokens_fit():
+    def asked(length: int) -> Asked:
+        return Asked(np.zeros(length, np.int32), np.array([1]), 1.0)
+
+    assert list(batches([asked(n) for n in (9, 2, 30, 12, 12)], 24)) == [[0, 1], [2], [3, 4]]
+
+
+async def test_what_cannot_be_judged_is_refused(config, scorer):
+    async with serving(config, scorer) as served:
+
+        async def said(*sequences: teacher_pb2.TokenSequence) -> SlipstreamError:
+            request = teacher_pb2.ScoreTokensRequest(sequences=sequences)
+            return await refusal(lambda: served.stub.ScoreTokens(request, timeout=30))
+
+        assert isinstance(await said(sequence([1] * 33, (1, 2))), ContextTooLong)
+        for wrong in (sequence([1, 24], (1, 2)), sequence([1, 2], (0, 1)), sequence([1, 2], (1, 3))):
+            assert isinstance(await said(wrong), InvalidRequest)
+        told = await served.stub.GetTeacher(teacher_pb2.GetTeacherRequest(), timeout=30)
+    assert (told.vocab_size, told.max_context_tokens) == (24, 32)
+
+
+async def test_more_than_may_wait_is_refused_and_what_nobody_waits_for_is_dropped(config, scorer):
+    executor = ThreadPoolExecutor(1)
+    desk = Desk(scorer.score, executor, 24, 64)  # nobody takes anything from it
+    ask = Asked(np.zeros(30, np.int32), np.array([1]), 1.0)
+    first = asyncio.create_task(desk.ask([ask, ask]))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineFull):
+        await desk.ask([ask])
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    running = asyncio.create_task(desk.run())
+    assert len(await asyncio.wait_for(desk.ask([ask]), 30)) == 1, "there is room again"
+    assert desk.token_count == 0
+    running.cancel()
+    executor.shutdown()
+
+
+async def test_runners_pass_by_a_worker_that_is_away_and_give_up_in_time(model, config, scorer):
+    rollout = Rollout([3, 1, 2])
+    rollout.token_ids += [5, 6, 7]
+    rollout.sampled.append((3, 5))
+    peers = Peers(NOWHERE, NOWHERE, Access())
+    try:
+        async with serving(config, scorer) as served:
+            client = TeacherClient(peers, [NOWHERE, served.address], timeout_s=30)
+            await client.judge([rollout], temperature=1.0)
+        expected = meant(model, rollout.token_ids, 3, 5)
+        assert rollout.teacher_logprobs == pytest.approx([UNKNOWN] * 3 + expected + [UNKNOWN], abs=1e-5)
+        with pytest.raises(TeacherAway):
+            await TeacherClient(peers, [NOWHERE], timeout_s=0.5).judge([rollout], temperature=1.0)
+    finally:
+        await peers.close()
