@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from trainer_runs import device_name, now_s
 from trainer_shapes import BASE, SHAPES, Shape, make_model, make_sequence
-from trainer_throughput import device_name, now_s
 
 from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
 from slipstream.trainer.cost import ModelCost, memory, peak_flops

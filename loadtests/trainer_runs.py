@@ -35,7 +35,7 @@ class RlStep:
         self.cost = ModelCost.of(model)
         parallel = ParallelConfig(checkpointing=arguments.checkpointing, compile=arguments.compile)
         optim = OptimConfig(lr=1e-5, warmup_steps=0)
-        passes = Passes(bfloat16=device.type != "cpu")
+        passes = Passes(bfloat16=device.type != "cpu", logits_bytes=int(arguments.logits_gib * 2**30))
         self.learner = Learner(model, optim, MaskedRatioLossConfig(), parallel=parallel, passes=passes)
         self._lora = shape.lora is not None
         self._step = 0
@@ -153,6 +153,10 @@ def now_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def fastest(runs: list[Figures]) -> Figures:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from trainer_runs import Figures, Runs, free
+from trainer_runs import Figures, Runs, device_name, free
 from trainer_shapes import SHAPES
 
 CONTEXT = 16384
@@ -91,10 +91,6 @@ def _run(run: Callable[[], Iterator[Figures]], found: Figures, out: Callable[[Fi
     return None
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def describe(found: Figures) -> list[str]:
     """For people."""
 
@@ -142,6 +138,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="measured, of each kind; the fastest counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="selective")
+    parser.add_argument("--logits-gib", type=float, default=10.0, help="trainer.compute.logits_bytes, of float32")
     parser.add_argument("--compile", action="store_true", help="compile each block, of both")
     parser.add_argument("--peak-flops", type=float, help="of the device, where its name does not tell")
     parser.add_argument(

@@ -2,7 +2,8 @@
 
 At a context of 16k and a vocabulary of 151k the logits of one sequence are 10 GB in float32, their gradient as much
 again. `target_logps` keeps those of `chunk_rows` rows at a time, and computes them once more for the gradient, as a
-linear layer's share of a step is small; it keeps one number a row.
+linear layer's share of a step is small; it keeps one number a row. On a card logits stay in the dtype of the products,
+kernels of our own read them (`head_kernels.py`), and where all rows fit they are kept for the gradient.
 
 R = rows, C = rows of a chunk, D = width, V = vocabulary.
 """
@@ -62,9 +63,64 @@ def chunked_logps(
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as a linear layer would
         dtype = torch.get_autocast_dtype(kind)
         hidden_RD, weight_VD = hidden_RD.to(dtype), weight_VD.to(dtype)
+    if kind == "cuda":
+        fused: Any = FusedLogps.apply(hidden_RD, weight_VD, targets_R, temperature_R, chunk_rows)
+        return fused
     if not chunk_rows or chunk_rows >= len(hidden_RD):
         return target_logps(F.linear(hidden_RD, weight_VD), targets_R, temperature_R)
     return _ChunkedLogps.apply(hidden_RD, weight_VD, targets_R, temperature_R, chunk_rows)
+
+
+class FusedLogps(torch.autograd.Function):
+    """`_ChunkedLogps` with kernels, which read and write logits as they are: in bfloat16 in half the bytes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, temperature_R: Tensor | None, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        from slipstream.models.head_kernels import read  # loads the compiler
+
+        count = len(hidden_RD)
+        chunk_rows = min(count, chunk_rows * 4 // weight_VD.itemsize or count) or 1
+        factor_R = None if temperature_R is None else 1.0 / temperature_R.float()
+        made, logits_CV = [], None
+        for rows in _chunks(count, chunk_rows):
+            logits_CV = F.linear(hidden_RD[rows], weight_VD)
+            made.append(read(logits_CV, targets_R[rows], None if factor_R is None else factor_R[rows]))
+        parts = zip(*made, strict=True) if made else [[torch.zeros(0, device=hidden_RD.device)]] * 3
+        logp_R, sum_R, entropy_R = (torch.cat(list(part)) for part in parts)
+        kept = logits_CV if chunk_rows >= count else None
+        ctx.save_for_backward(hidden_RD, weight_VD, targets_R, factor_R, sum_R, kept)
+        ctx.chunk_rows = chunk_rows
+        ctx.mark_non_differentiable(entropy_R)
+        return logp_R, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
+        from slipstream.models.head_kernels import turn_into_gradient
+
+        hidden_RD, weight_VD, targets_R, factor_R, sum_R, kept = ctx.saved_tensors
+        grad_R, weight_learns = grads[0].float().contiguous(), ctx.needs_input_grad[1]
+        hidden_grad_RD = torch.empty_like(hidden_RD)
+        weight_grad_VD: Tensor | None = None
+        for rows in _chunks(len(hidden_RD), ctx.chunk_rows):
+            logits_CV = F.linear(hidden_RD[rows], weight_VD) if kept is None else kept
+            factor_C = None if factor_R is None else factor_R[rows]
+            grad_CV = turn_into_gradient(logits_CV, targets_R[rows], factor_C, sum_R[rows], grad_R[rows])
+            torch.mm(grad_CV, weight_VD, out=hidden_grad_RD[rows])
+            if weight_learns:
+                part_VD = torch.mm(grad_CV.t(), hidden_RD[rows])
+                if weight_grad_VD is None:
+                    weight_grad_VD = part_VD if kept is not None else part_VD.float()
+                else:
+                    weight_grad_VD.add_(part_VD)
+        if weight_learns and weight_grad_VD is None:
+            weight_grad_VD = torch.zeros_like(weight_VD)
+        return hidden_grad_RD, None if weight_grad_VD is None else weight_grad_VD.to(weight_VD.dtype), None, None, None
+
+
+def _chunks(count: int, chunk_rows: int) -> list[slice]:
+    return [slice(start, start + chunk_rows) for start in range(0, count, chunk_rows)]
 
 
 class _ChunkedLogps(torch.autograd.Function):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,3 +95,13 @@ def test_a_model_gives_the_same_through_its_head():
     for chunk_rows in (0, 3):
         logp, _ = model.target_logps(hidden, targets, chunk_rows=chunk_rows)
         torch.testing.assert_close(logp, whole)
+
+
+def test_the_kernels_of_a_card_give_the_same():
+    """By triton's interpreter, which is chosen before triton is imported."""
+    program = Path(__file__).with_name("fused_head.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.strip().endswith("alike"), done.stderr[-2000:]
