@@ -20,6 +20,10 @@ from torch import Tensor
 from slipstream.models.titan import Linear
 
 
+FUSED_ON = {"cuda"}
+"""Devices whose logits the kernels read."""
+
+
 class Head(Linear):
     """torchtitan's linear layer, which also gives log-probabilities: in its own call, where FSDP gathers weights."""
 
@@ -63,7 +67,7 @@ def chunked_logps(
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as a linear layer would
         dtype = torch.get_autocast_dtype(kind)
         hidden_RD, weight_VD = hidden_RD.to(dtype), weight_VD.to(dtype)
-    if kind == "cuda":
+    if kind in FUSED_ON:
         fused: Any = FusedLogps.apply(hidden_RD, weight_VD, targets_R, temperature_R, chunk_rows)
         return fused
     if not chunk_rows or chunk_rows >= len(hidden_RD):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bare_step import BareStep
+from trainer_runs import RlStep
 from trainer_shapes import SHAPES, make_model, make_sequence
 from trainer_throughput import BUDGET_CARD, main, missed, parse, run_for
 
@@ -66,6 +68,22 @@ def test_a_profile_names_what_took_the_time(tmp_path: Path):
 def test_what_takes_too_long_is_ended(capfd: pytest.CaptureFixture[str]):
     assert run_for([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == 124
     assert "FAILED" in capfd.readouterr().out
+
+
+def test_what_does_not_fit_is_tried_in_less_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    out, asked = tmp_path / "figures.jsonl", []
+    of_step = RlStep.run
+
+    def run(self: RlStep, batches: list[Any]) -> Any:
+        asked.append(self.learner)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("not enough")
+        return of_step(self, batches)
+
+    monkeypatch.setattr(RlStep, "run", run)
+    size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--device", "cpu", "--no-bare"]
+    assert main(["--shape", "tiny-dense", *size, "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["checkpointing"] == "full"
 
 
 def test_the_bare_step_is_of_the_same_model():
