@@ -19,7 +19,6 @@ from torch import Tensor
 
 from slipstream.models.titan import Linear
 
-
 FUSED_ON = {"cuda"}
 """Devices whose logits the kernels read."""
 
