@@ -209,8 +209,10 @@ def near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
         return [".".join([*keys[:-1], near[0]])]
     every = {".".join(path): path[-1] for path in leaf_paths(config_class)}
     wanted = difflib.get_close_matches(keys[-1], every.values(), n=1, cutoff=0.75)
+    beside = [dotted for dotted, name in every.items() if name in wanted and dotted.startswith(f"{keys[0]}.")]
     return (
         [dotted for dotted, name in every.items() if name == keys[-1]][:1]
+        or beside[:1]
         or [dotted for dotted, name in every.items() if name in wanted][:1]
         or difflib.get_close_matches(".".join(keys), every, n=1)
     )

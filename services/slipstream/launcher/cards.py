@@ -75,7 +75,7 @@ def _ranks(config: RunConfig, service: str) -> int:
     section: Any = config.section(service)
     if service == "trainer":
         return section.nproc
-    parallel = getattr(section.engine, "parallel", None)
+    parallel = getattr(getattr(section, "engine", None), "parallel", None)
     return config.data_parallel_size(service) * getattr(parallel, "tensor_parallel_size", 1)
 
 

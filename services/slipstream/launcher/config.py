@@ -63,7 +63,7 @@ GROUPED = frozenset({"prefill", "decode"})
 """Services of which several processes can be the ranks of one data-parallel group."""
 OF_GROUPS = "Ranks of a data-parallel group, a process each; replicas then counts groups."
 
-ON_CARDS = ("trainer", "prefill", "decode")
+ON_CARDS = ("trainer", "prefill", "decode", "teacher")
 """Services whose processes compute on cards of their own."""
 Card = Annotated[int, Field(ge=0, le=1023)]
 OF_DEVICES = (

@@ -37,6 +37,13 @@ def test_a_process_sees_its_own_card_first_and_those_of_the_others_after_it():
     assert variables_of(config, "trainer")[0] == "CUDA_DEVICE_ORDER=PCI_BUS_ID"
 
 
+def test_a_teacher_has_a_card_of_its_own():
+    loss = {"type": "distillation", "teacher": "there"}
+    config = config_of(trainer={"devices": [0], "loss": loss}, teacher={"devices": [2], "replicas": 1})
+    check_combinations(config, Origins())
+    assert visible(config, "trainer", "teacher-1") == ["0,2", "2,0"]
+
+
 def test_without_devices_nothing_is_said():
     config = config_of()
     assert visible(config, "trainer", "decode-1") == ["", ""]

@@ -97,7 +97,7 @@ def refused(tmp_path, monkeypatch, capsys):
         ("[tls]\ncert_file = 'a.pem'", "x.toml: tls: key_file and ca_file not set: cert_file, key_file and ca_file go together"),
         ("[trainer]\nlrr = 1", "x.toml: unknown key 'trainer.lrr'; did you mean 'trainer.optim.lr'?"),
         ("[trainer]\nmax_of_policy_steps = 1", "x.toml: unknown key 'trainer.max_of_policy_steps'; did you mean 'orchestrator.max_off_policy_steps'?"),
-        ("[run]\nsead = 1\n[orchestrator]\ntotal_steps = 0\nstep_quotas = 1", "x.toml: unknown key 'run.sead'; did you mean 'run.seed'?; and x.toml: orchestrator.total_steps: must be at least 1 (got 0); and x.toml: orchestrator.step_quotas: must be true or false (got 1)\n"),
+        ("[run]\nsead = 1\n[orchestrator]\ntotal_steps = 0\nstep_quotas = 1", "x.toml: unknown key 'run.sead'; did you mean 'run.seed'?; and x.toml: orchestrator.total_steps: must be at least 1 (got 0); and x.toml: orchestrator.step_quotas: must be true or false (got 1)"),
         ("[sandbox.default_limits]\nwall_s = 900", "x.toml: sandbox.default_limits.wall_s: is above max_limits.wall_s"),
     ],
 )  # fmt: skip
@@ -200,6 +200,9 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--environments.0.evaluation-task-count=0 --environments.1.evaluation-task-count=0", "--environments.0.evaluation-task-count: evaluation.before is true, but every environment has"),
         ("--broadcaster.max-store-bytes=1000000", "--broadcaster.max-store-bytes is 1000000; 3 kept versions of this model and a new one need "),
         ("--orchestrator.groups-per-step=1000000", "--orchestrator.groups-per-step: runner.spool_limit_bytes is 268435456; the 8000000 rollouts"),
+        ("--teacher.replicas=1", '--teacher.replicas is 1, and the loss asks no teacher; set trainer.loss.type = "distillation"'),
+        ("--teacher.replicas=1 --gateway.enabled=true --trainer.loss.type=distillation --trainer.loss.teacher=x", "--teacher.replicas is above 0, and what outside agents say is judged by no teacher worker"),
+        ("--trainer.loss.type=distillation --trainer.loss.teacher=nowhere --teacher.replicas=1", "--trainer.loss.teacher 'nowhere' is no directory"),
         ("--sandbox.enabled=false", '--sandbox.enabled is false, and environments.1 is of type "expression", which runs programs there'),
         ("--environments.1.sandbox-wall-s=601", "--environments.1.sandbox-wall-s is 601, above sandbox.max_limits.wall_s = 600"),
         ("--orchestrator.runner-lease-ttl-s=1", "--orchestrator.runner-lease-ttl-s is 1; runners report each second"),
