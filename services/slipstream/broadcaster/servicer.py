@@ -61,8 +61,6 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
 
     async def _take_shard(self, messages: AsyncIterator[bytes]) -> int:
         header = await read_header(messages, broadcast_pb2.ShardHeader)
-        if header.source:
-            raise Unsupported("bytes must follow here: no transport that reads from a source is configured")
         version = PolicyVersion.from_proto(header.version)
         slices = [WeightSlice.from_proto(part) for part in header.slices]
         for index, part in enumerate(slices):
@@ -70,6 +68,11 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
                 raise InvalidRequest("a slice is empty", field=f"slices[{index}].size_bytes", limit=1)
             if not fits(part):
                 raise InvalidRequest("a slice is no box of its tensor", field=f"slices[{index}].shape", slice=part.name)
+        if header.source:
+            async for _ in iter_data(messages):
+                raise Unsupported("bytes follow a source", source=header.source)
+            self._store.put_source(version, header.rank, slices, header.source)
+            return sum(part.size_bytes for part in slices)
         writer = self._store.begin_shard(version, header.rank, slices)
         try:
             async for data in iter_data(messages):

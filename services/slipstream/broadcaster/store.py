@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
+from typing import ClassVar
 
 import structlog
 from google.protobuf import json_format
@@ -28,6 +29,7 @@ from slipstream.common.errors import (
     OffsetOutOfRange,
     ShardsMissing,
     SliceUnknown,
+    Unsupported,
     VersionNotNewer,
     VersionNotOpen,
     VersionSealed,
@@ -35,7 +37,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.weights.adapter import Adapter
-from slipstream.weights.manifest import Manifest, Probe, WeightSlice, check_geometry
+from slipstream.weights.manifest import Manifest, Probe, Source, WeightSlice, check_geometry
 
 log = structlog.get_logger()
 
@@ -58,6 +60,17 @@ class Extent:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A shard whose bytes its rank keeps."""
+
+    slices: tuple[WeightSlice, ...]
+    source: str
+
+    size_bytes: ClassVar[int] = 0
+    """On this disk."""
+
+
 @dataclass
 class OpenVersion:
     """A version that is being published."""
@@ -65,7 +78,7 @@ class OpenVersion:
     version: PolicyVersion
     rank_count: int
     directory: Path
-    shards: dict[int, ShardWriter] = field(default_factory=dict)
+    shards: dict[int, ShardWriter | Elsewhere] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,12 @@ class StoredVersion:
 
     manifest: Manifest
     extents: tuple[Extent, ...]
+    """One a slice; of no bytes if they are elsewhere."""
+
+    @property
+    def size_bytes(self) -> int:
+        """On this disk."""
+        return sum(part.size_bytes for part in self.extents)
 
 
 class VersionStore:
@@ -103,7 +122,7 @@ class VersionStore:
     def size_bytes(self) -> int:
         """Bytes of all versions; of a shard that is being written, those it will have."""
         shards = (shard for version in self._open.values() for shard in version.shards.values())
-        sealed = sum(stored.manifest.size_bytes for stored in self._sealed.values())
+        sealed = sum(stored.size_bytes for stored in self._sealed.values())
         return sealed + sum(shard.size_bytes for shard in (*shards, *self._writing))
 
     def open(self, version: PolicyVersion, rank_count: int) -> None:
@@ -145,6 +164,13 @@ class VersionStore:
         opened.shards[rank] = writer
         self._writing.discard(writer)
 
+    def put_source(self, version: PolicyVersion, rank: int, slices: Sequence[WeightSlice], source: str) -> None:
+        """Take a shard whose bytes its rank keeps, in place of an earlier one of the same rank."""
+        opened = self._opened(version)
+        if rank >= opened.rank_count:
+            raise InvalidRequest(f"rank {rank} of {opened.rank_count}", field="rank", limit=opened.rank_count)
+        opened.shards[rank] = Elsewhere(tuple(slices), source)
+
     def drop_shard(self, writer: ShardWriter) -> None:
         """Forget a writer and what it wrote."""
         self._writing.discard(writer)
@@ -168,10 +194,18 @@ class VersionStore:
         shards = [opened.shards[rank] for rank in range(opened.rank_count)]
         slices = tuple(part for shard in shards for part in shard.slices)
         check_geometry(slices)
-        manifest = Manifest(version, slices, probe, sealed_unix_ms=int(time.time() * 1000), adapter=adapter)
+        sources = tuple(Source(len(s.slices), s.source if isinstance(s, Elsewhere) else "") for s in shards)
+        if not any(source.address for source in sources):
+            sources = ()
+        manifest = Manifest(version, slices, probe, int(time.time() * 1000), adapter, sources)
         document = {
             "manifest": json_format.MessageToDict(manifest.to_proto(), preserving_proto_field_name=True),
-            "shards": [{"slice_count": len(s.slices), "data_offset_bytes": s.data_offset_bytes} for s in shards],
+            "shards": [
+                {"slice_count": len(s.slices), "data_offset_bytes": s.data_offset_bytes}
+                if isinstance(s, ShardWriter)
+                else {"slice_count": len(s.slices), "source": s.source}
+                for s in shards
+            ],
         }
         replace_file(opened.directory / _MANIFEST, json.dumps(document).encode() + b"\n")
         target = self._root / str(version)
@@ -194,6 +228,8 @@ class VersionStore:
             if index >= len(stored.extents):
                 raise SliceUnknown(f"{version} has {len(stored.extents)} slices", slice_index=index)
             part = stored.extents[index]
+            if not part.size_bytes:
+                raise Unsupported(f"the bytes of {version} are with the trainer", version=version)
             last = joined[-1] if joined else None
             if last and last.path == part.path and last.offset_bytes + last.size_bytes == part.offset_bytes:
                 joined[-1] = Extent(last.path, last.offset_bytes, last.size_bytes + part.size_bytes)
@@ -286,7 +322,11 @@ def _read_version(directory: Path) -> StoredVersion:
     extents: list[Extent] = []
     slices = iter(manifest.slices)
     for rank, shard in enumerate(document["shards"]):
-        path, at = directory / _shard_name(rank), shard["data_offset_bytes"]
+        path = directory / _shard_name(rank)
+        if "source" in shard:
+            extents += [Extent(path, 0, 0) for _ in islice(slices, shard["slice_count"])]
+            continue
+        at = shard["data_offset_bytes"]
         for _ in range(shard["slice_count"]):
             size = next(slices).size_bytes
             extents.append(Extent(path, at, size))

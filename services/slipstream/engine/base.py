@@ -15,8 +15,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from slipstream.api.broadcast.v1.broadcast_pb2 import BorrowShardResponse
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.routes import RouteRows, route_dtype
+from slipstream.weights.manifest import Manifest
+from slipstream.weights.straight.received import Received
 
 FinishReason = Literal["", "stop", "length", "aborted"]
 
@@ -469,11 +472,12 @@ class Engine(Protocol):
     def release_routes(self, key: str) -> bool: ...
 
     async def update(
-        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+        self, version: PolicyVersion, tensors: Any, verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
         """Swap weights between two steps: pause, keep KV, apply, verify, resume; on any exception, roll back and raise.
 
-        `tensors` are complete and finite, by Hugging Face name (torch or numpy); else `WeightsCorrupt`, before a pause.
+        `tensors`: what `receive` gave, of an engine that is a `ReceivingEngine`. Else they are
+        complete and finite, by Hugging Face name (torch or numpy); else `WeightsCorrupt`, before a pause.
         `verify` is called while paused, on the engine's thread, and raises to reject the update; so no token is ever
         sampled by weights that were not verified.
         """
@@ -498,6 +502,17 @@ class Engine(Protocol):
         ...
 
     def drain_kv_events(self) -> list[KvEvent]: ...
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """An engine that reads weights by itself, in the process that computes."""
+
+    async def receive(
+        self, manifest: Manifest, loans: Sequence[BorrowShardResponse], reader: str, deadline_s: float
+    ) -> Received:
+        """As `weights/straight/transport.py: Receive`: to where `update` takes them, while steps go on."""
+        ...
 
 
 async def each_chunk(batches: AsyncGenerator[list[SampleChunk], None]) -> AsyncGenerator[SampleChunk, None]:

@@ -29,6 +29,7 @@ from slipstream.sandbox.config import SandboxConfig
 from slipstream.teacher.config import TeacherConfig
 from slipstream.trainer.config import ModelConfig, SftConfig, TrainerConfig
 from slipstream.trainer.optim_config import OptimConfig
+from slipstream.weights.config import WeightsConfig
 
 SERVICES: dict[str, type[ServiceConfig]] = {
     "orchestrator": OrchestratorConfig,
@@ -78,7 +79,7 @@ FILLED = frozenset(
         *(f"{service}_address" for service in SERVICES),
         *("prefill_workers", "decode_workers", "workers", "group", "environments", "model", "sft", "model_dir"),
         *("evaluate_before", "evaluate_after", "evaluate_every_steps", "evaluate_only", "evaluation"),
-        *("block_size_tokens", "gateway_url"),
+        *("block_size_tokens", "gateway_url", "weights"),
         *("teacher_workers", "teacher_pool", "teacher_model", "teacher_architecture"),
     }
 )
@@ -186,6 +187,7 @@ class RunConfig(BaseConfig):
     launcher: LauncherSection = LauncherSection()
     model: ModelConfig = ModelConfig()
     sft: SftConfig = SftConfig()
+    weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationSection = EvaluationSection()
     tls: TlsConfig = TlsConfig()
     tracing: TracingConfig = TracingConfig()

@@ -219,6 +219,7 @@ def _shared_values(config: RunConfig, run: RunDir, endpoints: Mapping[str, str])
         "environments": [environment.model_dump(exclude_none=True) for environment in config.environments],
         "model": config.model.model_dump(exclude_unset=True),
         "sft": config.sft.model_dump(exclude_unset=True),
+        "weights": config.weights.model_dump(exclude_unset=True),
         "model_dir": run.path / "model",
         **_teacher_values(config, endpoints),
         "block_size_tokens": _setting(config, "decode", "engine").block_size_tokens,

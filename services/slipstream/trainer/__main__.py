@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2_grpc, trainer_pb2_grpc
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
@@ -18,6 +21,8 @@ from slipstream.trainer.servicer import TrainerServicer
 from slipstream.trainer.start import start
 from slipstream.trainer.status import ActivityReporter, Status
 from slipstream.trainer.torch_thread import TorchThread
+from slipstream.weights.straight.lending import Lending
+from slipstream.weights.straight.source import SERVICE as SOURCE_SERVICE
 from slipstream.weights.transport import GrpcWeightTransport
 
 
@@ -33,6 +38,7 @@ async def run(config: TrainerConfig) -> None:
     torch = TorchThread(config.torch_threads)
     rows = RowsClient(lambda address: open_channel(address, access), config.rows_timeout_s, config.routes_silence_s)
     checkpoints = Checkpointer(config, torch, status)
+    lending = Lending(config.weights) if config.weights.straight else None
     training = TrainingLoop(
         config,
         batches=batches,
@@ -42,6 +48,7 @@ async def run(config: TrainerConfig) -> None:
         torch=torch,
         start=start,
         checkpoints=checkpoints,
+        lending=lending,
     )
 
     reporter = ActivityReporter(batches, status)
@@ -50,18 +57,31 @@ async def run(config: TrainerConfig) -> None:
         status.stop.set()
         await training.saved.wait()
 
-    await serve(
-        config,
-        [
-            (
-                trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-                TrainerServicer(status, checkpoints),
-                "slipstream.api.training.v1.TrainerService",
-            )
-        ],
-        loops={"training": training.run, **({} if config.group.rank else {"activity": reporter.run})},
-        on_drain=on_drain,
-    )
+    async def bound(port: int) -> None:
+        if lending is not None:
+            lending.address = config.listen.address(port)
+
+    servicers: list[tuple[Any, Any, str]] = [
+        (
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+            TrainerServicer(status, checkpoints),
+            "slipstream.api.training.v1.TrainerService",
+        )
+    ]
+    if lending is not None:
+        add = broadcast_pb2_grpc.add_WeightSourceServiceServicer_to_server
+        servicers.append((add, lending.servicer, SOURCE_SERVICE))
+    try:
+        await serve(
+            config,
+            servicers,
+            loops={"training": training.run, **({} if config.group.rank else {"activity": reporter.run})},
+            on_drain=on_drain,
+            on_start=bound,
+        )
+    finally:
+        if lending is not None:
+            lending.close()
 
 
 def main() -> None:

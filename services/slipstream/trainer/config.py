@@ -15,6 +15,7 @@ from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.trainer.loss_config import LossConfig, MaskedRatioLossConfig
 from slipstream.trainer.optim_config import Beta, OptimConfig
 from slipstream.trainer.parallel.layout import ContextKind, Layout
+from slipstream.weights.config import WeightsConfig
 
 
 class ModelConfig(MoeConfig):
@@ -183,6 +184,9 @@ class TrainerConfig(ServiceConfig):
     teacher_pool: bool = False
     """Whether teacher workers judge what is sampled, so that the loss `distillation` takes what comes with the rows."""
 
+    weights: WeightsConfig = WeightsConfig()
+    """How published weights travel."""
+
     environments: list[EnvironmentConfig] = Field(default_factory=list)
     """Environments whose demonstrations the warm-up learns from."""
 
@@ -247,6 +251,12 @@ class TrainerConfig(ServiceConfig):
                 raise ValueError('lora.publish: several ranks publish merged weights; say "merged"')
             if self.parallel.timeout_s <= self.rows_timeout_s:
                 raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> TrainerConfig:
+        if self.weights.transport == "cuda_ipc" and self.compute.device != "cuda":
+            raise ValueError("weights.transport: cuda_ipc needs a trainer on a card; set compute.device to cuda")
         return self
 
     @property

@@ -50,6 +50,7 @@ from slipstream.trainer.timeline import Timeline, traced_groups
 from slipstream.trainer.torch_thread import TorchThread
 from slipstream.weights.adapter import Adapter, adapter_name
 from slipstream.weights.manifest import Box, Probe
+from slipstream.weights.straight.lending import Lending
 from slipstream.weights.transport import WeightTransport
 
 if TYPE_CHECKING:  # torch is imported on its thread, after the server has started
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # torch is imported on its thread, after the server has start
     from slipstream.trainer.host_copies import Copying
     from slipstream.trainer.parallel.world import World
     from slipstream.trainer.step import Learner
+    from slipstream.weights.straight.lender import KeptShard, Lender
 
 log = structlog.get_logger()
 
@@ -96,9 +98,13 @@ class _Snapshot:
     adapter: Adapter | None = None
     boxes: Sequence[Box] = ()
     """Those of this rank, of several."""
+    kept: KeptShard | None = None
+    """In place of both, what readers fetch from this process."""
 
     @property
     def size_bytes(self) -> int:
+        if self.kept is not None:
+            return self.kept.size_bytes
         return (self.copying.size_bytes if self.copying else 0) + sum(box.values.nbytes for box in self.boxes)
 
 
@@ -131,8 +137,12 @@ class TrainingLoop:
         torch: TorchThread,
         start: Start,
         checkpoints: Checkpointer,
+        lending: Lending | None = None,
     ) -> None:
+        """`lending`: weights go straight to the engines."""
         self._config = config
+        self._lending = lending
+        self._lender: Lender | None = None
         self._batches = batches
         self._transport = transport
         self._rows = rows
@@ -178,6 +188,8 @@ class TrainingLoop:
         """From now on this is one of several ranks, if it is not alone."""
         self._world = world
         self._torch.guard = world.watching
+        if self._lending is not None:
+            self._lender = self._lending.begin(world.device)
         if not world.alone:
             self._publisher = RankedPublisher(self._transport, world)
 
@@ -378,8 +390,10 @@ class TrainingLoop:
         """Copies of the weights, or of the adapter alone once the rest is published, and what they say of the probe."""
         config = self._config
         prompts = probe_prompts(learner.model.sizes.vocab_size, config.probe_tokens, config.seed)
-        adapter, copying, boxes = None, None, []
-        if not learner.world.alone:
+        adapter, copying, boxes, kept = None, None, [], None
+        if self._lender is not None and (config.lora is None or config.lora.publish == "merged"):
+            kept = await self._torch.run(learner.keep, self._lender, version)
+        elif not learner.world.alone:
             boxes = await self._torch.run(learner.export_boxes)
         elif config.lora is None or config.lora.publish == "merged":
             copying = await self._torch.run(learner.begin_export)
@@ -389,7 +403,7 @@ class TrainingLoop:
             name = adapter_name(config.run_dir.name, version)
             adapter = Adapter(name, self._base, config.lora.rank, config.lora.alpha)
         prompt, logps = await self._torch.run(choose_probe, prompts, learner.probe)
-        return _Snapshot(Probe(prompt, tuple(logps), config.probe_tolerance), copying, adapter, boxes)
+        return _Snapshot(Probe(prompt, tuple(logps), config.probe_tolerance), copying, adapter, boxes, kept)
 
     async def _publish(self, snapshot: _Snapshot, step: _Step) -> None:
         """Seal the version at the broadcaster, then report its step."""
@@ -418,7 +432,10 @@ class TrainingLoop:
 
     async def _send(self, version: PolicyVersion, snapshot: _Snapshot) -> None:
         if self._publisher is not None:
-            await self._publisher.publish(version, snapshot.boxes, snapshot.probe)
+            await self._publisher.publish(version, snapshot.boxes, snapshot.probe, snapshot.kept)
+        elif snapshot.kept is not None:
+            kept = snapshot.kept
+            await self._transport.publish_slices(version, kept.slices, [], snapshot.probe, source=kept.source)
         else:
             tensors = await asyncio.to_thread(snapshot.copying.arrays) if snapshot.copying else {}
             await self._transport.publish(version, tensors, snapshot.probe, snapshot.adapter)

@@ -22,6 +22,7 @@ from slipstream.weights.transport import WeightTransport
 
 if TYPE_CHECKING:  # imports torch
     from slipstream.trainer.parallel.board import Board
+    from slipstream.weights.straight.lender import KeptShard
 
 log = structlog.get_logger()
 
@@ -56,12 +57,18 @@ class RankedPublisher:
         self._opened = 0
         """How often a version was opened, over all of them: names an attempt."""
 
-    async def publish(self, version: PolicyVersion, boxes: Sequence[Box], probe: Probe) -> None:
-        """Return once the version is sealed. May be repeated. Raises `RankLost`."""
-        slices, buffers = await asyncio.to_thread(describe_boxes, boxes)
+    async def publish(
+        self, version: PolicyVersion, boxes: Sequence[Box], probe: Probe, kept: KeptShard | None = None
+    ) -> None:
+        """Return once the version is sealed. May be repeated. Raises `RankLost`.
+
+        `kept`: in place of the boxes, what readers fetch here.
+        """
+        slices, buffers = await asyncio.to_thread(describe_boxes, boxes) if kept is None else (kept.slices, [])
+        source = "" if kept is None else kept.source
 
         async def send() -> None:
-            await self.transport.publish_shard(version, slices, buffers, self._world.rank)
+            await self.transport.publish_shard(version, slices, buffers, self._world.rank, source)
 
         if self._world.rank == 0:
             await self._lead(version, probe, send)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.algorithms.objective import Objective
 from slipstream.algorithms.tokens import LossTerms, LossTokens, StepTotals
+from slipstream.common.version import PolicyVersion
 from slipstream.models.base import Model
 from slipstream.models.checkpoint import to_hf
 from slipstream.models.lora.adapters import adapters_of
@@ -27,6 +28,7 @@ from slipstream.trainer.cost import ModelCost, memory
 from slipstream.trainer.figures import StepFigures, TokenFigures
 from slipstream.trainer.frozen import FrozenLogps, FrozenModels
 from slipstream.trainer.host_copies import Copying, HostCopies
+from slipstream.trainer.kept import in_engine_order, whole_boxes
 from slipstream.trainer.loss_config import LossConfig
 from slipstream.trainer.objective import build_objective
 from slipstream.trainer.offload import ActivationOffload
@@ -34,7 +36,7 @@ from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import ModelOptimizer
 from slipstream.trainer.packed import temperatures
 from slipstream.trainer.parallel.agreement import agree
-from slipstream.trainer.parallel.export import boxes_of, places_of, whole_tensors
+from slipstream.trainer.parallel.export import boxes_of, places_of, tensor_boxes, whole_tensors
 from slipstream.trainer.parallel.filling import fill
 from slipstream.trainer.parallel.sharding import DEFAULT_PASSES, Passes, gradient_norm, scale_gradient, shard, slice_for
 from slipstream.trainer.parallel.slices import Slice
@@ -43,6 +45,7 @@ from slipstream.trainer.replay_check import check_replay
 from slipstream.trainer.sequence import Lost, TrainSequence, plain_sequence
 from slipstream.trainer.teacher_rows import teacher_logps
 from slipstream.weights.manifest import Box
+from slipstream.weights.straight.lender import KeptShard, Lender
 
 
 class Learner:
@@ -286,6 +289,12 @@ class Learner:
     def export_adapter(self, *, with_base: bool) -> dict[str, NDArray[np.float32]]:
         """`begin_adapter_export`, and wait for it."""
         return self.begin_adapter_export(with_base=with_base).arrays()
+
+    @torch.no_grad()
+    def keep(self, lender: Lender, version: PolicyVersion) -> KeptShard:
+        """Copy what this rank holds to where readers find it, in the order of the engines' parameters."""
+        boxes = tensor_boxes(self.model, self._places) if not self.world.alone else whole_boxes(to_hf(self.model))
+        return lender.keep(version, in_engine_order(boxes))
 
     def export_boxes(self) -> list[Box]:
         """Copies of the weights that this rank holds, by Hugging Face name."""

@@ -17,13 +17,14 @@ import numpy as np
 _CHUNK_ELEMENTS = 1 << 15
 """Elements hashed together: the temporaries stay in the cache."""
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+MASK = (1 << 64) - 1
+_GAMMA, _MIX_1, _MIX_2 = np.uint64(GAMMA), np.uint64(MIX_1), np.uint64(MIX_2)
 _STEPS = np.arange(_CHUNK_ELEMENTS, dtype=np.uint64) * _GAMMA
 _MARK = np.uint64(1 << 32)
 _BITS = {2: np.uint16, 4: np.uint32}
-_MASK = (1 << 64) - 1
 
 
 def slice_checksum(name: str, values: np.ndarray, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
@@ -31,7 +32,7 @@ def slice_checksum(name: str, values: np.ndarray, global_shape: Sequence[int], o
 
     Elements of two or four bytes, taken as they lie in memory (little-endian).
     """
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    seed = seed_of(name)
     if tuple(values.shape) == tuple(global_shape):
         return _run_sum(seed, 0, _bits(values))
     if values.ndim == 0 or values.size == 0:
@@ -47,7 +48,12 @@ def slice_checksum(name: str, values: np.ndarray, global_shape: Sequence[int], o
     for row, index in zip(rows, np.ndindex(*values.shape[:-1]), strict=True):
         start = sum((i + o) * s for i, o, s in zip((*index, 0), offsets, strides, strict=True))
         total += _run_sum(seed, start, row)
-    return total & _MASK
+    return total & MASK
+
+
+def seed_of(name: str) -> int:
+    """What the weights of a tensor's elements begin from."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def tensor_checksum(name: str, values: np.ndarray) -> int:
@@ -64,7 +70,7 @@ def _run_sum(seed: int, start: int, bits: np.ndarray) -> int:
     total = 0
     for at in range(0, bits.size, _CHUNK_ELEMENTS):
         chunk = bits[at : at + _CHUNK_ELEMENTS]
-        base = np.uint64((seed + (start + at + 1) * int(_GAMMA)) & _MASK)
+        base = np.uint64((seed + (start + at + 1) * GAMMA) & MASK)
         weights = _STEPS[: chunk.size] + base
         scratch = weights >> np.uint64(30)
         weights ^= scratch
@@ -78,4 +84,4 @@ def _run_sum(seed: int, start: int, bits: np.ndarray) -> int:
         np.add(chunk, _MARK, out=scratch, casting="unsafe", dtype=np.uint64)
         weights *= scratch
         total += int(weights.sum(dtype=np.uint64))
-    return total & _MASK
+    return total & MASK

@@ -19,6 +19,9 @@ from slipstream.weights.checksum import slice_checksum
 _DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 """What numpy can hold; bfloat16 needs an engine that takes it as it is."""
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an element on the way."""
+
 
 @dataclass(frozen=True)
 class WeightSlice:
@@ -31,7 +34,7 @@ class WeightSlice:
     dtype: str
     size_bytes: int
     crc32: int
-    """Of the bytes on the wire."""
+    """Of the bytes on the wire; 0 where they do not pass the broadcaster."""
     checksum: int
     """Of the logical elements: `weights/checksum.py`."""
 
@@ -85,6 +88,24 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where the bytes of one rank's slices are."""
+
+    slice_count: int
+    address: str
+    """Transport and address, as in "shm://127.0.0.1:7003"; empty if the broadcaster has them."""
+
+    @property
+    def transport(self) -> str:
+        return self.address.partition("://")[0]
+
+    @property
+    def peer(self) -> str:
+        """host:port of whoever lends them."""
+        return self.address.partition("://")[2]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A sealed version: its slices in the order of their bytes, and the probe for it."""
 
@@ -94,6 +115,8 @@ class Manifest:
     sealed_unix_ms: int = 0
     adapter: Adapter | None = None
     """What it is to be added to, if it is no whole model."""
+    sources: tuple[Source, ...] = ()
+    """Where the bytes are, in the order of the slices; none if the broadcaster has them all."""
 
     @property
     def size_bytes(self) -> int:
@@ -107,6 +130,7 @@ class Manifest:
             Probe.from_proto(message.probe) if message.HasField("probe") else None,
             message.sealed_unix_ms,
             Adapter.from_proto(message.adapter) if message.HasField("adapter") else None,
+            tuple(Source(source.slice_count, source.address) for source in message.sources),
         )
 
     def to_proto(self) -> broadcast_pb2.Manifest:
@@ -117,7 +141,16 @@ class Manifest:
             probe=None if self.probe is None else self.probe.to_proto(),
             sealed_unix_ms=self.sealed_unix_ms,
             adapter=None if self.adapter is None else self.adapter.to_proto(),
+            sources=[broadcast_pb2.Source(slice_count=s.slice_count, address=s.address) for s in self.sources],
         )
+
+    def parts(self) -> list[tuple[Source, tuple[WeightSlice, ...]]]:
+        """The slices of each source."""
+        found, at = [], 0
+        for source in self.sources:
+            found.append((source, self.slices[at : at + source.slice_count]))
+            at += source.slice_count
+        return found
 
 
 @dataclass(frozen=True)
@@ -157,12 +190,11 @@ MAX_PARTS = 4096
 
 def fits(part: WeightSlice) -> bool:
     """Whether a slice is a box inside its tensor and has the bytes of its elements."""
-    itemsize = 4 if part.dtype == "float32" else 2
     inside = len(part.global_shape) == len(part.offsets) == len(part.shape) and all(
         offset >= 0 and size >= 0 and offset + size <= whole
         for offset, size, whole in zip(part.offsets, part.shape, part.global_shape, strict=True)
     )
-    return inside and part.size_bytes == prod(part.shape) * itemsize
+    return inside and part.size_bytes == prod(part.shape) * ITEM_BYTES[part.dtype]
 
 
 def check_geometry(slices: Sequence[WeightSlice]) -> None:
@@ -243,10 +275,15 @@ def verify_tensors(
     held = [part for part in (manifest.slices if slices is None else slices) if part.name in live]
     for part in held:
         values = np.asarray(live[part.name])
-        if tuple(values.shape) != part.global_shape or part.dtype not in _DTYPES:
-            raise WeightsCorrupt(f"{part.name} has another shape or type in the engine", slice=part.name)
+        if tuple(values.shape) != part.global_shape:
+            raise WeightsCorrupt(f"{part.name} has another shape in the engine", slice=part.name)
         box = values[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))]
-        box = box.astype(_DTYPES[part.dtype], copy=False)
+        box = _bfloat16_bits(box) if part.dtype == "bfloat16" else box.astype(_DTYPES[part.dtype], copy=False)
         if slice_checksum(part.name, box, part.global_shape, part.offsets) != part.checksum:
             raise WeightsCorrupt(f"checksum of {part.name} differs", slice=part.name, version=manifest.version)
     return len(held)
+
+
+def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """Of values that came of bfloat16: the upper half of each float32."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)

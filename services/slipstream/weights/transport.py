@@ -65,9 +65,29 @@ class WeightTransport(Protocol):
         ...
 
     async def publish_shard(
-        self, version: PolicyVersion, slices: tuple[WeightSlice, ...], buffers: list[memoryview], rank: int = 0
+        self,
+        version: PolicyVersion,
+        slices: tuple[WeightSlice, ...],
+        buffers: list[memoryview],
+        rank: int = 0,
+        source: str = "",
     ) -> int:
-        """Publish what one rank has of an open version, its bytes in the order of the slices. A repeat replaces it."""
+        """Publish what one rank has of an open version, its bytes in the order of the slices. A repeat replaces it.
+
+        `source`: where they are, if none are given.
+        """
+        ...
+
+    async def publish_slices(
+        self,
+        version: PolicyVersion,
+        slices: tuple[WeightSlice, ...],
+        buffers: list[memoryview],
+        probe: Probe,
+        adapter: Adapter | None = None,
+        source: str = "",
+    ) -> Manifest:
+        """Publish and seal a version of one rank that is described already. A repeat answers the same."""
         ...
 
     async def seal_version(self, version: PolicyVersion, probe: Probe, adapter: Adapter | None = None) -> Manifest:
@@ -118,9 +138,20 @@ class GrpcWeightTransport:
         self, version: PolicyVersion, tensors: Mapping[str, np.ndarray], probe: Probe, adapter: Adapter | None = None
     ) -> Manifest:
         slices, buffers = describe_tensors(tensors)
+        return await self.publish_slices(version, slices, buffers, probe, adapter)
+
+    async def publish_slices(
+        self,
+        version: PolicyVersion,
+        slices: tuple[WeightSlice, ...],
+        buffers: list[memoryview],
+        probe: Probe,
+        adapter: Adapter | None = None,
+        source: str = "",
+    ) -> Manifest:
         try:
             await self.open_version(version)
-            await self.publish_shard(version, slices, buffers)
+            await self.publish_shard(version, slices, buffers, source=source)
         except VersionSealed:
             there = await self.manifest(version)
             if there.slices != slices:
@@ -135,11 +166,16 @@ class GrpcWeightTransport:
         await self._call(self._stub.OpenVersion, request)
 
     async def publish_shard(
-        self, version: PolicyVersion, slices: tuple[WeightSlice, ...], buffers: list[memoryview], rank: int = 0
+        self,
+        version: PolicyVersion,
+        slices: tuple[WeightSlice, ...],
+        buffers: list[memoryview],
+        rank: int = 0,
+        source: str = "",
     ) -> int:
         """Send one rank's slices, their bytes in the same order."""
         header = broadcast_pb2.ShardHeader(
-            version=version.to_proto(), rank=rank, slices=[part.to_proto() for part in slices]
+            version=version.to_proto(), rank=rank, slices=[part.to_proto() for part in slices], source=source
         )
 
         async def messages() -> AsyncIterator[bytes]:

@@ -19,25 +19,14 @@ from slipstream.engine.tensors import spread
 from slipstream.engine.vllm.layout import ITEM_BYTES, Group, Layout
 
 
-class Arena:
-    """Tensors of a layout, as views into shared memory."""
+class TensorMemory:
+    """Tensors of a layout, as views into one stretch of memory."""
 
-    def __init__(self, layout: Layout, path: str | None = None) -> None:
-        """New memory, or that of another process."""
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        """`memory`: as uint8, on any device."""
         self.layout = layout
-        if path is None:
-            self._fd = os.memfd_create("slipstream-weights")
-            os.ftruncate(self._fd, layout.size_bytes)
-        else:
-            self._fd = os.open(path, os.O_RDWR)
-        self._bytes = torch.frombuffer(mmap.mmap(self._fd, layout.size_bytes), dtype=torch.uint8)
+        self.memory = memory
         self._tensors: dict[str, Tensor] | None = None
-        self._pinned = False
-
-    @property
-    def path(self) -> str:
-        """What another process opens, while this one keeps it open."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; valid as long as the arena."""
@@ -55,21 +44,40 @@ class Arena:
         views = self.tensors()
         spread(lambda name: views[name].copy_(tensors[name]), list(tensors))
 
+    def _view(self, offset_bytes: int, shape: tuple[int, ...]) -> Tensor:
+        end = offset_bytes + prod(shape) * ITEM_BYTES[self.layout.dtype]
+        return self.memory[offset_bytes:end].view(getattr(torch, self.layout.dtype)).view(shape)
+
+
+class Arena(TensorMemory):
+    """The same in memory that another process of the host has, too."""
+
+    def __init__(self, layout: Layout, path: str | None = None) -> None:
+        """New memory, or that of another process."""
+        if path is None:
+            self._fd = os.memfd_create("slipstream-weights")
+            os.ftruncate(self._fd, layout.size_bytes)
+        else:
+            self._fd = os.open(path, os.O_RDWR)
+        super().__init__(layout, torch.frombuffer(mmap.mmap(self._fd, layout.size_bytes), dtype=torch.uint8))
+        self._pinned = False
+
+    @property
+    def path(self) -> str:
+        """What another process opens, while this one keeps it open."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def pin(self) -> bool:
         """Let the GPU read it at full speed; False where that is not possible."""
         runtime: Any = torch.cuda.cudart()
-        self._pinned = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self.layout.size_bytes, 0)) == 0
+        self._pinned = int(runtime.cudaHostRegister(self.memory.data_ptr(), self.layout.size_bytes, 0)) == 0
         return self._pinned
 
     def close(self) -> None:
         """Nobody may use its tensors any more."""
         if self._pinned:
             runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(self._bytes.data_ptr())
+            runtime.cudaHostUnregister(self.memory.data_ptr())
             self._pinned = False
         os.close(self._fd)
         self._tensors = None
-
-    def _view(self, offset_bytes: int, shape: tuple[int, ...]) -> Tensor:
-        end = offset_bytes + prod(shape) * ITEM_BYTES[self.layout.dtype]
-        return self._bytes[offset_bytes:end].view(getattr(torch, self.layout.dtype)).view(shape)

@@ -24,6 +24,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common.errors import (
     EngineFull,
     KvTransferFailed,
@@ -66,6 +67,8 @@ from slipstream.engine.vllm.rows import recomputed_from, routes_of
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
 from slipstream.models.base import Sizes
+from slipstream.weights.manifest import Manifest
+from slipstream.weights.straight.received import Received
 
 WATCH_INTERVAL_S = 0.2
 ABORT_TIMEOUT_S = 10.0
@@ -438,15 +441,22 @@ class VllmEngine:
 
     # --- Weights -------------------------------------------------------------------------------------
 
+    async def receive(
+        self, manifest: Manifest, loans: Sequence[broadcast_pb2.BorrowShardResponse], reader: str, deadline_s: float
+    ) -> Received:
+        """Read a version straight from those who lend it, in vLLM's own process (`weights/straight/transport.py`)."""
+        offers = [loan.SerializeToString() for loan in loans]
+        return await self._swapper.receive(manifest, offers, reader, max(deadline_s - time.monotonic(), 0.0))
+
     async def update(
-        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+        self, version: PolicyVersion, tensors: Mapping[str, Any] | Received, verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
         # A swap runs to its end even if its caller goes away: half of one is no model.
         self._update_task = asyncio.create_task(self._update(version, tensors, verify))
         return await asyncio.shield(self._update_task)
 
     async def _update(
-        self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+        self, version: PolicyVersion, tensors: Mapping[str, Any] | Received, verify: Callable[[PausedEngine], None]
     ) -> UpdateReport:
         from slipstream.engine.vllm.updates import WeightsLost
 
@@ -480,7 +490,7 @@ class VllmEngine:
                 time.monotonic() - started_s,
                 apply_s,
                 in_flight,
-                started_s - began_s,
+                tensors.transfer_s if isinstance(tensors, Received) else started_s - began_s,
                 self._swapper.size_bytes,
             )
 

@@ -20,10 +20,19 @@ from slipstream.engine.tensors import check_tensors
 from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.layout import Layout
+from slipstream.engine.vllm.staging import Staged, Stages, error_of
 from slipstream.models.base import Sizes
 from slipstream.models.checkpoint import expected_shapes
+from slipstream.weights.manifest import Manifest
+from slipstream.weights.straight.received import Received
 
 ATTACH_POLL_S = 0.02
+RECEIVE_POLL_S = 0.01
+RECEIVE_GRACE_S = 30.0
+"""vLLM's process ends what it reads by itself at the deadline; after so much longer the place is given up."""
+
+Prepared = Arena | Staged
+"""Where vLLM's process takes a version from."""
 
 Rpc = Callable[..., Awaitable[Any]]
 Probe = Callable[[Sequence[int]], Awaitable[list[float]]]
@@ -39,8 +48,9 @@ class WeightArenas:
     def __init__(self, sizes: Sizes, dtype: str) -> None:
         self.shapes = expected_shapes(sizes)
         self.layout = Layout.of(self.shapes, dtype)
+        self.stages = Stages(self.layout)
         self._spare: list[Arena] = []
-        self.current: Arena | None = None
+        self.current: Prepared | None = None
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors as vLLM takes them. vLLM itself takes a checkpoint that lacks a layer without a word."""
@@ -52,19 +62,25 @@ class WeightArenas:
         arena.fill(tensors)
         return arena
 
-    def keep(self, arena: Arena) -> None:
+    def keep(self, arena: Prepared) -> None:
         """`arena` holds the version in use from now on."""
-        if self.current is not None:
-            self._spare.append(self.current)
-        self.current = arena
+        before, self.current = self.current, arena
+        if isinstance(arena, Staged):
+            self.stages.use(arena, True)
+        if before is not None:
+            self.drop(before)
 
-    def drop(self, arena: Arena) -> None:
-        """`arena` is not in use."""
-        self._spare.append(arena)
+    def drop(self, arena: Prepared) -> None:
+        """`arena` is not in use; a stage is its holder's until he releases it."""
+        if isinstance(arena, Staged):
+            self.stages.use(arena, False)
+        else:
+            self._spare.append(arena)
 
     def close(self) -> None:
         for arena in (*self._spare, *([self.current] if self.current else [])):
-            arena.close()
+            if isinstance(arena, Arena):
+                arena.close()
         self._spare, self.current = [], None
 
 
@@ -149,8 +165,41 @@ class Swapper:
         """Of one version, as the engine takes it."""
         return self._arenas.layout.size_bytes
 
-    async def prepare(self, tensors: Mapping[str, Any]) -> Arena:
+    async def receive(self, manifest: Manifest, loans: Sequence[bytes], reader: str, timeout_s: float) -> Received:
+        """Have vLLM's process read a version by itself, into memory beside its weights, while steps go on."""
+        arenas = self._arenas
+        stage = await arenas.stages.take(time.monotonic() + timeout_s)
+        reading = asyncio.create_task(self._receive(stage, manifest, loans, reader, timeout_s))
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            transfer_s, check_s = await asyncio.shield(reading)
+        except asyncio.CancelledError:  # it still writes there
+            reading.add_done_callback(lambda task: arenas.stages.release(stage))
+            raise
+        except BaseException:
+            arenas.stages.release(stage)
+            raise
+        return Received(manifest, stage, lambda: arenas.stages.release(stage), transfer_s, check_s)
+
+    async def _receive(
+        self, stage: Staged, manifest: Manifest, loans: Sequence[bytes], reader: str, timeout_s: float
+    ) -> tuple[float, float]:
+        shapes = {name: list(shape) for name, shape in stage.layout.shapes().items()}
+        described = await asyncio.to_thread(lambda: manifest.to_proto().SerializeToString())
+        arguments = (stage.path, shapes, stage.layout.dtype, described, list(loans), reader, timeout_s)
+        await self._call("slipstream_receive", *arguments)
+        async with asyncio.timeout(timeout_s + RECEIVE_GRACE_S):
+            while (outcome := await self._call("slipstream_received", stage.path)) is None:  # noqa: ASYNC110 a thread
+                await asyncio.sleep(RECEIVE_POLL_S)
+        reason, message, transfer_s, check_s = outcome
+        if reason:
+            raise error_of(reason, message)
+        return transfer_s, check_s
+
+    async def prepare(self, tensors: Mapping[str, Any] | Received) -> Prepared:
         """Check a version and write it where the worker reads it: before the pause."""
+        if isinstance(tensors, Received):
+            return tensors.handle
         arena = await asyncio.to_thread(lambda: self._arenas.fill(self._arenas.check(tensors)))
         shapes = {name: list(shape) for name, shape in arena.layout.shapes().items()}
         await self._call("slipstream_attach", arena.path, shapes, arena.layout.dtype)
@@ -159,12 +208,12 @@ class Swapper:
                 await asyncio.sleep(ATTACH_POLL_S)
         return arena
 
-    def give_back(self, arena: Arena) -> None:
+    def give_back(self, arena: Prepared) -> None:
         """What was prepared is not put in."""
         self._arenas.drop(arena)
 
     async def swap(
-        self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+        self, arena: Prepared, tensors: Mapping[str, Any] | Received, verify: Callable[[PausedEngine], None]
     ) -> tuple[dict[str, int], float]:
         """Put a prepared version in. Returns tokens sampled so far by vLLM's ids, and the seconds of the swap.
 
@@ -176,7 +225,7 @@ class Swapper:
             counts = await self._replace(arena, previous)
             apply_s = time.monotonic() - started_s
             try:
-                await self._verify(arena, tensors, verify)
+                await self._verify(arena, {} if isinstance(tensors, Received) else tensors, verify)
             except Exception:
                 if previous is not None:
                     await self._replace(previous, None)
@@ -187,8 +236,14 @@ class Swapper:
         self._arenas.keep(arena)
         return counts, apply_s
 
-    async def _verify(self, arena: Arena, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]) -> None:
-        held = tensors.keys() if not self._spread else set(await self._call("slipstream_own_names", arena.path))
+    async def _verify(
+        self, arena: Prepared, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]
+    ) -> None:
+        held = (
+            arena.layout.places.keys()
+            if not self._spread
+            else set(await self._call("slipstream_own_names", arena.path))
+        )
 
         def live(call: Callable[[Awaitable[Any]], Any], wanted: Collection[str]) -> LiveParameters:
             def read(names: list[str]) -> dict[str, np.ndarray]:
@@ -202,7 +257,7 @@ class Swapper:
         paused = Paused(live, unchanged, self._probe, asyncio.get_running_loop(), self._config.update_timeout_s)
         await asyncio.to_thread(verify, paused)
 
-    async def _replace(self, arena: Arena, previous: Arena | None) -> dict[str, int]:
+    async def _replace(self, arena: Prepared, previous: Prepared | None) -> dict[str, int]:
         try:
             error, counts = await self._call("slipstream_swap", arena.path, previous.path if previous else None)
         except Exception as failure:  # vLLM's, or a timeout: the swap may still be going on
@@ -221,20 +276,23 @@ class Swapper:
         current = self._arenas.current
         assert current is not None
         with _scratch(current.layout, list(current.layout.places)) as target:
-            _, errors = await self._call("slipstream_read_back", current.path, list(current.layout.places), target.path)
+            names = list(current.layout.places)
+            _, errors = await self._call("slipstream_read_back", current.path, names, target.path, False)
         return await self._call("slipstream_quantised", current.path), errors
 
-    async def _equal(self, arena: Arena, names: list[str]) -> list[str]:
+    async def _equal(self, arena: Prepared, names: list[str]) -> list[str]:
         """Those in use that are equal to what was applied."""
         with _scratch(arena.layout, names) as target:
-            equal, _ = await self._call("slipstream_read_back", arena.path, names, target.path)
+            equal, _ = await self._call("slipstream_read_back", arena.path, names, target.path, False)
             return equal
 
-    async def _read(self, arena: Arena, names: list[str], given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    async def _read(self, arena: Prepared, names: list[str], given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Parameters in use. What is equal to what was applied comes as it was given, of whatever dtype."""
         with _scratch(arena.layout, names) as target:
-            equal, _ = await self._call("slipstream_read_back", arena.path, names, target.path)
-            return await asyncio.to_thread(_named, target.tensors(), arena.tensors(), set(equal), given)
+            staged = isinstance(arena, Staged)  # what was applied is there alone
+            equal, _ = await self._call("slipstream_read_back", arena.path, names, target.path, staged)
+            applied = {} if isinstance(arena, Staged) else arena.tensors()
+            return await asyncio.to_thread(_named, target.tensors(), applied, set() if staged else set(equal), given)
 
     def close(self) -> None:
         self._arenas.close()

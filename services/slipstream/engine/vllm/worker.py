@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import vllm
 
-from slipstream.engine.vllm.arena import Arena
+from slipstream.api.broadcast.v1 import broadcast_pb2
+from slipstream.engine.vllm.arena import Arena, TensorMemory
 from slipstream.engine.vllm.draws import seed_draws_by_position
 from slipstream.engine.vllm.held import release_held
 from slipstream.engine.vllm.layout import Layout
 from slipstream.engine.vllm.live import LiveWeights, own_groups
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload, prepare_tied_head
+from slipstream.engine.vllm.staging import Stage
 from slipstream.engine.vllm.versions import version_of
+from slipstream.weights.manifest import Manifest
+from slipstream.weights.straight.receiver import Receiver
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +45,8 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
     reload_weights: Any
-    _arenas: dict[str, Arena]
+    _arenas: dict[str, TensorMemory]
+    _receiver: Receiver
     _pinning: dict[str, threading.Thread]
 
     def slipstream_start(self, parent_pid: int) -> None:
@@ -50,6 +55,7 @@ class WorkerExtension:
         if os.getppid() != parent_pid:
             os._exit(1)
         self._arenas, self._pinning = {}, {}
+        self._receiver = Receiver(self.device)
         if hasattr(self.model_runner, "input_batch"):
             seed_draws_by_position(self.model_runner)  # the newer runner draws so by itself
 
@@ -74,6 +80,30 @@ class WorkerExtension:
         thread = self._pinning.get(path)
         return thread is None or not thread.is_alive()
 
+    def slipstream_receive(
+        self,
+        path: str,
+        shapes: dict[str, list[int]],
+        dtype: str,
+        manifest: bytes,
+        loans: list[bytes],
+        reader: str,
+        timeout_s: float,
+    ) -> None:
+        """Begin to read a version into memory of this device, while steps go on."""
+        stage = self._arenas.get(path)
+        if not isinstance(stage, Stage):
+            layout = Layout.of({name: tuple(shape) for name, shape in shapes.items()}, dtype)
+            stage = self._arenas[path] = Stage(layout, self.device)
+        described = Manifest.from_proto(broadcast_pb2.Manifest.FromString(manifest))
+        stage.fill_from(self._receiver, described, loans, reader, timeout_s)
+
+    def slipstream_received(self, path: str) -> tuple[str, str, float, float] | None:
+        """What came of `slipstream_receive`, as `Stage.outcome` has it."""
+        stage = self._arenas[path]
+        assert isinstance(stage, Stage)
+        return stage.outcome()
+
     def slipstream_swap(self, path: str, previous: str | None) -> tuple[str, dict[str, int]]:
         """Replace all weights by those in an arena. If that fails go back to the previous one, and say why it failed.
 
@@ -89,8 +119,10 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}", {}
         return "", sampled_counts(self.model_runner)
 
-    def slipstream_read_back(self, applied: str, names: list[str], target: str) -> tuple[list[str], dict[str, float]]:
-        """Compare weights in use with those applied, and write what differs to another arena.
+    def slipstream_read_back(
+        self, applied: str, names: list[str], target: str, whole: bool
+    ) -> tuple[list[str], dict[str, float]]:
+        """Compare weights in use with those applied, and write what differs, or all, to another arena.
 
         Returns the names of those that are equal, and the quantised modules among all with their errors.
         """
@@ -101,7 +133,7 @@ class WorkerExtension:
         equal = [name for name, tensor in found.items() if tensor is tensors[name]]
         layout = Layout.of({name: tuple(tensors[name].shape) for name in names}, self._arenas[applied].layout.dtype)
         arena = Arena(layout, target)
-        arena.fill({name: tensor for name, tensor in found.items() if tensor is not tensors[name]})
+        arena.fill({name: tensor for name, tensor in found.items() if whole or tensor is not tensors[name]})
         arena.close()
         return equal, live.errors
 
@@ -109,7 +141,7 @@ class WorkerExtension:
         """Modules that are quantised, and how."""
         return self._live(self._arenas[applied]).quantised()
 
-    def _live(self, arena: Arena) -> LiveWeights:
+    def _live(self, arena: TensorMemory) -> LiveWeights:
         model = self.model_runner.get_model()
         return LiveWeights(model, own_groups(model, arena.layout.groups), arena.tensors())
 
@@ -119,7 +151,7 @@ class WorkerExtension:
         return [name for group in groups for name in group.names]
 
     @torch.no_grad()
-    def _load(self, arena: Arena) -> None:
+    def _load(self, arena: TensorMemory) -> None:
         """Fill the parameters in place if they are as the checkpoint's; vLLM's own loader takes a Python call each."""
         live = self._live(arena)
         groups = own_groups(self.model_runner.get_model(), arena.layout.groups)

@@ -12,6 +12,7 @@ from slipstream.common.config import BaseConfig, ServiceConfig
 from slipstream.common.rank_groups import RankGroup
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.vllm.config import VllmConfig
+from slipstream.weights.config import WeightsConfig
 
 
 def _engine_type(value: Any) -> str:
@@ -69,6 +70,9 @@ class WorkerConfig(ServiceConfig):
     group: RankGroupConfig = RankGroupConfig()
     """Its data-parallel group."""
 
+    weights: WeightsConfig = WeightsConfig()
+    """How weights come; the trainer's own."""
+
     fetch_timeout_s: float = Field(default=60.0, gt=0)
     """Time to fetch one version of the weights."""
 
@@ -85,6 +89,18 @@ class WorkerConfig(ServiceConfig):
             if self.engine.parallel.data_parallel_size != ranks:
                 size = self.engine.parallel.data_parallel_size
                 raise ValueError(f"engine.parallel.data_parallel_size is {size}, and the group has {ranks} rank(s)")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_fit_the_engine(self) -> WorkerConfig:
+        dtype = self.engine.dtype if isinstance(self.engine, VllmConfig) else "float32"
+        if self.weights.straight and self.weights.dtype != dtype:
+            raise ValueError(
+                f"weights.dtype is {self.weights.dtype!r}, and the engine computes in {dtype!r}: "
+                f"{self.weights.transport} takes no other than the engine's"
+            )
+        if self.weights.transport == "cuda_ipc" and not isinstance(self.engine, VllmConfig):
+            raise ValueError("weights.transport: cuda_ipc needs an engine on a card, and the embedded one has none")
         return self
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import structlog
 
 from slipstream.api.inference.v1 import worker_pb2
@@ -17,13 +18,16 @@ from slipstream.common.channels import Channels
 from slipstream.common.config import ConfigError
 from slipstream.common.runtime import keep_freed_memory, serve
 from slipstream.common.state import State
+from slipstream.engine.base import ReceivingEngine
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.kernels import missing
 from slipstream.engine.vllm.parallel import Case, DataParallelRank, refusals
+from slipstream.engine.worker import telemetry
 from slipstream.engine.worker.config import WorkerConfig
 from slipstream.engine.worker.worker import RunningEngine, Servicer, Worker
 from slipstream.models.base import Sizes
 from slipstream.models.registry import CONFIG_FILE, load_sizes
+from slipstream.weights.straight.transport import StraightWeightTransport
 from slipstream.weights.transport import GrpcWeightTransport
 
 log = structlog.get_logger()
@@ -50,7 +54,7 @@ async def run_worker(
     state = State(config.redis.url, config.run_id)
     channel = open_channel(config.broadcaster, access)
     ranks = Channels(lambda address: open_channel(address, access))
-    transport = GrpcWeightTransport(channel, config.fetch_timeout_s)
+    transport = _transport(config, engine, channel, ranks.get)
     worker = Worker(config, role, engine, transport, state, ranks.get)
     pool = build_pool(worker, access)
     try:
@@ -80,12 +84,34 @@ def _build_engine(config: WorkerConfig, role: worker_pb2.WorkerRole, sizes: Size
         case = Case(parallel, pool, _device(config.engine), config.engine.quantization, sizes)
         for option, sentence in refusals(case):
             raise ConfigError(f"engine.{option} {sentence}")
+        if config.weights.transport == "cuda_ipc" and _device(config.engine) != "cuda":
+            raise ConfigError("weights.transport is 'cuda_ipc', and vLLM runs on the CPU")
         for kernels in missing(parallel):
             raise ConfigError(f"engine.parallel needs {kernels.name}, and {kernels.detail}; {kernels.step}")
         return VllmEngine(config.model_dir, sizes, config.engine, config.run_id, _rank(config))
     from slipstream.engine.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(sizes, config.engine)
+
+
+def _transport(
+    config: WorkerConfig,
+    engine: RunningEngine,
+    channel: grpc.aio.Channel,
+    open_peer: Callable[[str], grpc.aio.Channel],
+) -> GrpcWeightTransport:
+    """How this worker's weights come: to the engine itself, where it can receive, or through this process."""
+    if not config.weights.straight:
+        return GrpcWeightTransport(channel, config.fetch_timeout_s)
+    if isinstance(engine, ReceivingEngine):
+        receive = engine.receive
+    else:
+        from slipstream.weights.straight.host import HostReceiver
+
+        receive = HostReceiver()
+    return StraightWeightTransport(
+        channel, config.weights.transport, receive, open_peer, config.fetch_timeout_s, telemetry.weights_fetched
+    )
 
 
 def _device(engine: VllmConfig) -> str:

@@ -57,11 +57,26 @@ logprobs_unknown = Counter(
 )
 rows_sent_bytes = Counter("slipstream_worker_rows_sent_bytes", "Bytes of expert routes handed to whoever asked.")
 kv_sent_bytes = Counter("slipstream_worker_kv_sent_bytes", "Bytes of KV handed to decode workers.")
+weights_fetched_bytes = Counter(
+    "slipstream_worker_weights_fetched_bytes", "Bytes of weights that came, by how they came.", ["transport"]
+)
+weights_fetch = Histogram(
+    "slipstream_worker_weights_fetch_seconds",
+    "Time for one version of the weights to come and be checked.",
+    ["transport"],
+    buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+)
 update_pause = Histogram(
     "slipstream_worker_update_pause_seconds",
     "From the last step on old weights to the first on new ones.",
     buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0),
 )
+
+
+def weights_fetched(transport: str, size_bytes: int, seconds: float) -> None:
+    """A version came by a transport; by grpc also where another is configured, as its bytes were published so."""
+    weights_fetched_bytes.labels(transport).inc(size_bytes)
+    weights_fetch.labels(transport).observe(seconds)
 
 
 def observe(engine: Engine, version: Callable[[], PolicyVersion], is_stale: Callable[[], bool]) -> None:

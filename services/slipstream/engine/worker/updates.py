@@ -36,6 +36,7 @@ from slipstream.engine.worker.ballot import Voice
 from slipstream.engine.worker.verification import Verification
 from slipstream.weights.adapter import Adapter, base_part, is_base, merge
 from slipstream.weights.manifest import Manifest, check_model
+from slipstream.weights.straight.received import Received
 from slipstream.weights.transport import WeightTransport
 
 log = structlog.get_logger()
@@ -57,8 +58,14 @@ class Weights:
     """A version in host memory, its bytes checked."""
 
     manifest: Manifest
-    tensors: dict[str, Any]
+    tensors: dict[str, Any] | Received
+    """`Received`: in the engine's own memory, which `release` gives back."""
     fetched_bytes: int
+
+    def release(self) -> None:
+        """Nobody will apply them."""
+        if isinstance(self.tensors, Received):
+            self.tensors.release()
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class WorkerUpdates:
         self._open: OpenUpdate | None = None
         self._closed: OpenUpdate | None = None
         self._prefetched: Weights | None = None
+        self._fetched: list[Weights] = []
+        """All that was fetched and not released."""
         self._base: Weights | None = None
         """What adapters are added to."""
         self._fetching = asyncio.Lock()
@@ -250,7 +259,10 @@ class WorkerUpdates:
             self._prefetched = await self._adapted(manifest, manifest.adapter)
             return
         check_model(manifest, self._engine.shapes)
+        self._prefetched = None  # an engine that receives by itself has room for one that is not in use
+        self._release_unused()
         self._prefetched = Weights(manifest, await self._transport.fetch(manifest), manifest.size_bytes)
+        self._fetched.append(self._prefetched)
         self._base = None
 
     async def _adapted(self, manifest: Manifest, adapter: Adapter) -> Weights:
@@ -268,6 +280,7 @@ class WorkerUpdates:
         if whole:
             self._keep_base(manifest, tensors)
         assert self._base is not None
+        assert not isinstance(self._base.tensors, Received)
         merged = await asyncio.to_thread(merge, manifest, tensors, self._base.manifest, self._base.tensors)
         return Weights(*merged, fetched_bytes)
 
@@ -276,9 +289,10 @@ class WorkerUpdates:
         self._base = Weights(base_part(manifest), weights, 0)
 
     async def _swap(self, update: OpenUpdate, weights: Weights, voice: Voice | None) -> Applied:
-        verification = Verification(weights.manifest, voice, weights.tensors)
+        tensors = weights.tensors
+        verification = Verification(weights.manifest, voice, tensors)
         try:
-            report = await self._engine.update(update.version, weights.tensors, verification)
+            report = await self._engine.update(update.version, tensors, verification)
         except Exception as error:  # whatever it was: the engine rolled back, and these weights are not to be trusted
             self._drop(update)
             if isinstance(error, GroupVetoed):  # these weights are good, and so are the old ones
@@ -312,6 +326,15 @@ class WorkerUpdates:
         """Drop prefetched bytes up to `version`; a newer version may be here already."""
         if self._prefetched is not None and self._prefetched.manifest.version <= version:
             self._prefetched = None
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Give back what neither waits to be applied nor is being applied."""
+        used = (self._prefetched, self._open and self._open.weights)
+        for weights in self._fetched:
+            if not any(weights is each for each in used):
+                weights.release()
+        self._fetched = [weights for weights in self._fetched if any(weights is each for each in used)]
 
     def _fail(self, reason: str) -> None:
         self.state, self.stale_reason = WorkerState.STALE, reason

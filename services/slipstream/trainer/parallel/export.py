@@ -25,6 +25,7 @@ from slipstream.models.base import Model
 from slipstream.models.lora.adapters import adapters_of
 from slipstream.trainer.optimizer import plain_name
 from slipstream.weights.manifest import Box
+from slipstream.weights.straight.packing import TensorBox
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ def places_of(model: Model) -> dict[str, Place]:
 @torch.no_grad()
 def boxes_of(model: Model, places: Mapping[str, Place]) -> list[Box]:
     """Copies of what this rank holds, adapters merged: later steps leave them alone. All ranks take part."""
+    return [
+        Box(box.name, box.global_shape, box.offsets, box.values.cpu().numpy()) for box in tensor_boxes(model, places)
+    ]
+
+
+@torch.no_grad()
+def tensor_boxes(model: Model, places: Mapping[str, Place]) -> list[TensorBox]:
+    """The same where the parameters are. All ranks take part."""
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     boxes = [box for name, place in places.items() for box in _boxes(name, place, parameters[place.parameter])]
     adapters = adapters_of(model)
@@ -83,13 +92,13 @@ def boxes_of(model: Model, places: Mapping[str, Place]) -> list[Box]:
     return [_merged(box, *halves[box.name], scale) if box.name in halves else box for box in boxes]
 
 
-def _merged(box: Box, a: Tensor, b: Tensor, scale: float) -> Box:
+def _merged(box: TensorBox, a: Tensor, b: Tensor, scale: float) -> TensorBox:
     """A box of whole rows, with what an adapter adds to them."""
     rows = b[box.offsets[0] : box.offsets[0] + len(box.values)]
-    return replace(box, values=box.values + scale * (rows @ a).cpu().numpy())
+    return replace(box, values=box.values + scale * (rows @ a))
 
 
-def _boxes(name: str, place: Place, parameter: Tensor) -> list[Box]:
+def _boxes(name: str, place: Place, parameter: Tensor) -> list[TensorBox]:
     offsets, local = held(parameter)
     if not local.numel():  # too small for all ranks to have some
         return []
@@ -100,16 +109,16 @@ def _boxes(name: str, place: Place, parameter: Tensor) -> list[Box]:
         raise ValueError(f"{place.parameter} is cut through the rows of {name}")
     where = where - np.array(offsets)[:, None]
     inside = ((where >= 0) & (where < np.array(local.shape)[:, None]))[:dims].all(0)
-    rows = local.detach().cpu().reshape(-1, size)
+    rows = local.detach().reshape(-1, size)
     boxes = []
     for first, last in runs(np.asarray(inside)):
         flat = np.ravel_multi_index(tuple(where[:, first:last]), tuple(local.shape))
-        values = rows.index_select(0, torch.from_numpy(flat // size)).numpy()
+        values = rows.index_select(0, torch.from_numpy(flat // size).to(rows.device))
         shape = place.tensor_shape
         if len(shape) == 1:
-            boxes.append(Box(name, shape, (first,), values.reshape(-1)))
+            boxes.append(TensorBox(name, shape, (first,), values.reshape(-1)))
         else:
-            boxes.append(Box(name, shape, (first, 0), values))
+            boxes.append(TensorBox(name, shape, (first, 0), values))
     return boxes
 
 

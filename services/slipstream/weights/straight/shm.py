@@ -1,0 +1,73 @@
+"""Memory of the same host, opened through the file descriptor of whoever has it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.api.broadcast.v1 import broadcast_pb2
+from slipstream.common.errors import Unreachable
+from slipstream.weights.straight.links import Run
+from slipstream.weights.straight.memory import HostMemory, Memory
+
+
+class ShmLender:
+    """Offers host memory."""
+
+    def allocate(self, size_bytes: int) -> Memory:
+        return HostMemory(size_bytes)
+
+    def offer(self, memory: Memory, size_bytes: int, reader: str) -> broadcast_pb2.BorrowShardResponse:
+        assert isinstance(memory, HostMemory)
+        shm = broadcast_pb2.ShmMemory(pid=os.getpid(), fd=memory.fd)
+        return broadcast_pb2.BorrowShardResponse(size_bytes=size_bytes, shm=shm)
+
+    def close(self) -> None:
+        """Memory goes with its copies."""
+
+
+class ShmReader:
+    """Maps what is lent for as long as it takes to copy it: what its owner's death leaves mapped is whole."""
+
+    def read(
+        self,
+        loan: broadcast_pb2.BorrowShardResponse,
+        runs: Sequence[Run],
+        target: Tensor,
+        reader: str,
+        deadline_s: float,
+    ) -> None:
+        path = f"/proc/{loan.shm.pid}/fd/{loan.shm.fd}"
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise Unreachable(f"the trainer's memory cannot be opened: {error.strerror}", path=path) from error
+        try:
+            if os.fstat(fd).st_size < loan.size_bytes:
+                raise Unreachable("the trainer's memory is another's by now", path=path)
+            with mmap.mmap(fd, loan.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
+                _copy(mapped, runs, target)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def _copy(mapped: mmap.mmap, runs: Sequence[Run], target: Tensor) -> None:
+    if target.device.type == "cpu":  # torch has no read-only memory
+        view = target.numpy()
+        source = memoryview(mapped)
+        try:
+            for run in runs:
+                view[run.target : run.target + run.size_bytes] = source[run.source : run.source + run.size_bytes]
+        finally:
+            source.release()
+        return
+    for run in runs:
+        piece = torch.frombuffer(bytearray(mapped[run.source : run.source + run.size_bytes]), dtype=torch.uint8)
+        target[run.target : run.target + run.size_bytes].copy_(piece)
