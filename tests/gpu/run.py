@@ -32,6 +32,7 @@ LARGE += " --expert-dim 256"
 RUN = [sys.executable, "loadtests/two_cards.py", "--runs", "/tmp/runs", "--limit-s"]
 RANKS = [*PYTEST, "-v", "-s", "tests/gpu/test_parallel.py", "--device", "cuda"]
 RANKS_LOAD = [sys.executable, "loadtests/ranks_throughput.py", "--device", "cuda"]
+WEIGHTS = [sys.executable, "loadtests/weight_transports.py", "--device", "cuda", "--out", "{out}/weights.jsonl"]
 
 X2 = ["@", "examples/h200-x2.toml"]
 SPLIT = [sys.executable, "loadtests/prefill_decode.py", "--cards", "0,1", "--engine", '{"compiled": false}']
@@ -64,6 +65,8 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 """Seconds and command of each. Those of two cards are not run unless named: they are in `TWO_CARDS`."""
 
 TWO_CARDS: dict[str, tuple[int, list[str]]] = {
+    "weights_smoke": (150, [*WEIGHTS, "--gigabytes", "2", "--updates", "3", "--limit-s", "30"]),
+    "weights": (300, [*WEIGHTS, "--gigabytes", "8", "--updates", "12", "--limit-s", "60", "--check"]),
     "ranks_short": (150, [*RANKS, "-k", "gradient_of_one or lost or (steps and ep2)"]),
     "ranks": (300, RANKS),
     "ranks_load": (240, [*RANKS_LOAD, "--out", "{out}/ranks.jsonl"]),
