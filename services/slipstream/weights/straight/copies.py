@@ -1,7 +1,7 @@
 """Published weights that a trainer's rank keeps for readers: so many versions, and no more.
 
-A copy that is lent is not overwritten until it is given back or the loan is over. Then the loan is void, and who gives
-it back hears so. Making room for a new version waits for loans no longer than they last.
+A copy that is lent is not overwritten until it is given back or the loan is over; once it is overwritten its loans are
+void, and who gives one back hears so. Making room for a new version waits for loans no longer than they last.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class KeptCopies:
                 self._copies.append(copy)
                 return copy
             copy.version = UNSET  # no new loans
-            while self._lent(copy) and (ends_s := max(copy.loans.values()) - self._clock()) > 0:
-                self._changed.wait(ends_s)
+            while (left_s := max(copy.loans.values(), default=0.0) - self._clock()) > 0:
+                self._changed.wait(left_s)
             copy.loans.clear()
             if copy.capacity_bytes < size_bytes:
                 copy.memory.close()
@@ -93,8 +93,7 @@ class KeptCopies:
             if copy is None or not version:
                 newest = max(self.versions, default=UNSET)
                 raise WeightVersionUnknown(f"{version} is not kept here", version=version, newest=newest or "")
-            self._lent(copy)
-            if name not in copy.loans and sum(len(each.loans) for each in self._copies) >= MAX_LOANS:
+            if name not in copy.loans and sum(map(self._loan_count, self._copies)) >= MAX_LOANS:
                 raise Overloaded(f"{MAX_LOANS} loans are open", limit=MAX_LOANS)
             copy.loans[name] = self._clock() + min(ttl_s or self._lease_s, self._lease_s)
             return copy
@@ -103,10 +102,10 @@ class KeptCopies:
         """End a loan. Raises `WeightVersionUnknown` if it is void."""
         with self._changed:
             for copy in self._copies:
-                if self._lent(copy) and copy.loans.pop(name, None) is not None:
+                if copy.loans.pop(name, None) is not None:
                     self._changed.notify_all()
                     return
-        raise WeightVersionUnknown("this loan is over: what was read may have been overwritten", request_id=name)
+        raise WeightVersionUnknown("no such loan: what was read may have been overwritten", request_id=name)
 
     def close(self) -> None:
         with self._changed:
@@ -123,8 +122,10 @@ class KeptCopies:
             return None
         return min(self._copies, key=lambda copy: copy.version)
 
-    def _lent(self, copy: KeptCopy) -> bool:
-        """Whether any loan of a copy goes on; drops those that are over."""
+    def _loan_count(self, copy: KeptCopy) -> int:
+        """How many loans of a copy go on; forgets those that are over where they are many."""
         now_s = self._clock()
-        copy.loans = {name: end_s for name, end_s in copy.loans.items() if end_s > now_s}
-        return bool(copy.loans)
+        lasting = {name: end_s for name, end_s in copy.loans.items() if end_s > now_s}
+        if len(copy.loans) >= MAX_LOANS:
+            copy.loans = lasting
+        return len(lasting)
