@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,10 +27,13 @@ from slipstream.common.frames import (
 )
 from slipstream.common.version import PolicyVersion
 from slipstream.weights.adapter import Adapter, name_end
+from slipstream.weights.config import TRANSPORTS
 from slipstream.weights.manifest import Probe, WeightSlice, fits
 
 log = structlog.get_logger()
 
+SOURCE = re.compile(rf"({'|'.join(TRANSPORTS[1:])})://[^/\s]+:\d{{1,5}}")
+"""Where bytes can be that are not here: `Source.address`."""
 REFUSED_SHARD_TIMEOUT_S = 10.0
 """How long the rest of a refused shard is read and dropped, in seconds."""
 
@@ -69,6 +73,8 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
             if not fits(part):
                 raise InvalidRequest("a slice is no box of its tensor", field=f"slices[{index}].shape", slice=part.name)
         if header.source:
+            if not SOURCE.fullmatch(header.source):
+                raise InvalidRequest("no transport://host:port", field="source")
             async for _ in iter_data(messages):
                 raise Unsupported("bytes follow a source", source=header.source)
             self._store.put_source(version, header.rank, slices, header.source)
