@@ -197,6 +197,18 @@ class EnvironmentTimeout(EnvironmentFailed):
     reason = "ENVIRONMENT_TIMEOUT"
 
 
+class EnvironmentMemory(EnvironmentFailed):
+    """An environment's process held more than `memory_limit_bytes` of its section: it is ended, with what it was at."""
+
+    reason = "ENVIRONMENT_MEMORY"
+
+
+class EnvironmentReplaced(EnvironmentFailed):
+    """Other code blocked the process of this environment, which was replaced. What had begun there begins again."""
+
+    reason = "ENVIRONMENT_REPLACED"
+
+
 class RolloutTimeout(SlipstreamError):
     """A rollout took longer than its environment's `rollout_timeout_s`. The others of its group go on."""
 

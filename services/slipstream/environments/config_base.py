@@ -80,6 +80,13 @@ class BaseEnvironmentConfig(SequencedConfig):
     system: str = ""
     """With `chat`: a system message before it. Empty leaves it to the template."""
 
+    workers: int = Field(default=1, ge=1, le=64)
+    """Processes that run its code, in each runner. What ends one of them costs what that one was at."""
+
+    memory_limit_bytes: int = Field(default=4 * 2**30, ge=0)
+    """Resident memory of one of these processes, with what it started: one that holds more is ended and replaced. Their
+    allocations are refused far beyond. 0: no limit."""
+
     max_turns: int | None = Field(default=None, ge=1)
     """Messages of the model in a rollout of an environment that takes turns, at most. Unset takes the environment's
     own, as do the next three."""

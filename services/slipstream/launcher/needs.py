@@ -15,7 +15,7 @@ BASE_MIB = {"orchestrator": 58, "broadcaster": 58, "router": 48, "sandbox": 40, 
 """Proportional set size of each process beside weights and KV, a little below what the demo shows in training: 1685 MiB
 together, of which this file accounts for 1576."""
 ENVIRONMENT_MIB = 52
-"""Of a runner's process for each environment, beside what the environment itself holds."""
+"""Of each of a runner's processes for an environment, beside what the environment itself holds."""
 TRAINER_COPIES = 6
 """Weights, gradients, two moments, and the copies that are published and saved."""
 WORKER_COPIES = 3
@@ -53,7 +53,7 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
             kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
         total += config.replicas(pool) * config.data_parallel_size(pool) * (MIB * base + copies * weights + kv)
     total += config.replicas("teacher") * (MIB * BASE_MIB["teacher"] + weights)
-    total += MIB * config.replicas("runner") * ENVIRONMENT_MIB * max(1, len(config.environments))
+    total += MIB * config.replicas("runner") * ENVIRONMENT_MIB * max(1, sum(e.workers for e in config.environments))
     return total + MIB * sum(config.replicas(name) * BASE_MIB[name] for name in ("runner", "gateway", "sandbox"))
 
 

@@ -41,8 +41,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         config.rollout_buffer_bytes,
     )
     peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config))
-    names = [environment.name for environment in config.environments]
-    environments = EnvironmentPool(arguments, config.environment_timeout_s, names)
+    environments = EnvironmentPool(arguments, config.environment_timeout_s, config.environments)
     watch = WorkerWatch(peers.router)
     turns = TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s)
     teacher = TeacherClient(peers, [each.address for each in config.teacher_workers], config.teacher_timeout_s)

@@ -68,6 +68,10 @@ class RunnerConfig(ServiceConfig):
     teacher_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time to have a group judged by the teacher, in seconds: then it fails, and is run again."""
 
+    environment_blocked_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time environment code may hold its process without awaiting anything, in seconds; taken as half of
+    `environment_timeout_s` if that is less. Then the process is replaced."""
+
     report_period_s: float = Field(default=0.02, gt=0)
     """Finished groups are collected for this long before they are reported together, in seconds."""
 

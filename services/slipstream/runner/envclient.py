@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,16 @@ import structlog
 from slipstream.common.errors import (
     ContextTooLong,
     EnvironmentFailed,
+    EnvironmentMemory,
+    EnvironmentReplaced,
     EnvironmentTimeout,
     InvalidRequest,
     SandboxAway,
     SlipstreamError,
 )
 from slipstream.runner import telemetry
+from slipstream.runner.memory_watch import held_bytes
+from slipstream.runner.watchdog import MAX_REPORT_BYTES
 
 log = structlog.get_logger()
 
@@ -41,6 +46,7 @@ EXIT_TIMEOUT_S = 1.0
 RESTART_PAUSE_S = 0.5
 MAX_RESTART_PAUSE_S = 10.0
 STEADY_S = 30.0
+MEMORY_WATCH_S = 0.5
 LAST_REPLIES_S = 0.2
 """How long replies of a process that has ended are read, in seconds."""
 
@@ -139,6 +145,25 @@ def _failure(task: TaskKey, prompt: dict[str, Any]) -> SlipstreamError:
     return EnvironmentFailed(prompt["error"], environment=task.environment)
 
 
+@contextmanager
+def closing_fd(descriptor: int) -> Iterator[None]:
+    """Close it at the end."""
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read_report(descriptor: int) -> dict[str, Any]:
+    """What the watchdog of a process that ended left in the pipe; nothing where it said nothing."""
+    os.set_blocking(descriptor, False)
+    try:
+        data = os.read(descriptor, MAX_REPORT_BYTES)
+    except BlockingIOError:  # what it forked holds the other end
+        return {}
+    return json.loads(data) if data else {}
+
+
 async def _close_after(process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
     """End the connection some time after the process: what it forked may hold the other end open for good."""
     await process.wait()
@@ -155,8 +180,18 @@ def failure_of(reply: dict[str, Any], environment: str) -> SlipstreamError:
 class EnvironmentWorker:
     """Owns one environment worker process."""
 
-    def __init__(self, config_arguments: Sequence[str], timeout_s: float, environments: Sequence[str]) -> None:
-        """`environments`: names of those that this process is for."""
+    def __init__(
+        self,
+        config_arguments: Sequence[str],
+        timeout_s: float,
+        environments: Sequence[str],
+        memory_limit_bytes: int = 0,
+    ) -> None:
+        """`environments`: names of those that this process is for. `memory_limit_bytes`: 0 is no limit."""
+        self._memory_limit_bytes = memory_limit_bytes
+        self._open: set[int] = set()
+        self._why = ""
+        """Why the present process ended, where that is known."""
         self._config_arguments = list(config_arguments)
         self._environments = ",".join(environments)
         self._started_once = False
@@ -166,6 +201,11 @@ class EnvironmentWorker:
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
+
+    @property
+    def load(self) -> tuple[bool, int]:
+        """What makes another process of the same environment a better choice: this one is away, or has more to do."""
+        return not self._up.is_set(), len(self._waiting) + len(self._open)
 
     async def run(self) -> None:
         """Keep a worker process running for good. Waits on the process; a dead one is replaced after a pause, which
@@ -220,6 +260,7 @@ class EnvironmentWorker:
             else OpenEpisode(each["episode"], TurnPrompt(**each["prompt"]), each["text"])
             for each in reply["members"]
         ]
+        self._open |= {each.number for each in members if isinstance(each, OpenEpisode)}
         return OpenGroup(members, reply["stop_token_ids"], reply["timeout_s"])
 
     async def turn(self, task: TaskKey, episode: int, token_ids: Sequence[int], *, stopped: bool) -> TurnPrompt | None:
@@ -231,11 +272,13 @@ class EnvironmentWorker:
     async def end(self, task: TaskKey, episode: int) -> EndedEpisode:
         """Score an episode and close it."""
         reply = await self._ask(task.environment, {"op": "end", "episode": episode})
+        self._open.discard(episode)
         score = _scored(reply["score"])
         return EndedEpisode(score, reply["conversations"], reply["turn_count"], int(reply["sandbox_executions"]))
 
     def abandon(self, episode: int) -> None:
         """Close an episode without its score. Waits for nothing: a worker that is gone has none."""
+        self._open.discard(episode)
         self._tell({"op": "abandon", "episode": episode})
 
     async def session(self, session_id: str, call: str, **fields: Any) -> dict[str, Any]:
@@ -287,6 +330,7 @@ class EnvironmentWorker:
             raise
         except TimeoutError:
             telemetry.environment_failures.labels(environment).inc()
+            self._why = self._why or "too_slow"
             self._kill()
             raise EnvironmentTimeout(
                 f"environment code did not answer within {self._timeout_s:g} s", environment=environment
@@ -303,20 +347,24 @@ class EnvironmentWorker:
 
     async def _run_once(self) -> None:
         started = False
+        self._why = ""
         ours, theirs = socket.socketpair()
-        with theirs:
+        report, their_report = os.pipe()
+        with theirs, closing_fd(their_report):
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "slipstream.runner.envworker",
                 str(theirs.fileno()),
                 self._environments,
+                str(their_report),
                 *self._config_arguments,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), their_report],
                 stdin=asyncio.subprocess.DEVNULL,
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
         closing = asyncio.create_task(_close_after(self._process, self._writer))
+        watching = asyncio.create_task(self._watch_memory(self._process.pid))
         try:
             while line := await reader.readline():
                 reply = json.loads(line)
@@ -341,18 +389,54 @@ class EnvironmentWorker:
         finally:
             self._up.clear()
             closing.cancel()
+            watching.cancel()
             self._writer.close()
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(EnvironmentFailed("the environment worker died"))
+            self._open.clear()
+            self._fail_waiting(_read_report(report))
+            os.close(report)
         with suppress(TimeoutError):  # it closed its socket: it is ending by itself
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 await self._process.wait()
         await self._end_process()
         code = self._process.returncode
-        log.warning("environment_worker_ended", returncode=code, environments=self._environments)
+        why = self._why or "died"
+        log.warning("environment_worker_ended", returncode=code, environments=self._environments, why=why)
+        telemetry.environment_processes_ended.labels(self._environments, why).inc()
         if not (started or self._started_once):
             raise EnvironmentFailed(f"the environment worker does not start (exit code {code}); the log says why")
+
+    def _fail_waiting(self, report: dict[str, Any]) -> None:
+        """Tell those who wait what became of the process. `report`: what its watchdog said, if it did."""
+        if report:
+            self._why = "blocked"
+        for number, future in self._waiting.items():
+            if future.done():
+                continue
+            if self._why == "memory":
+                limit = f"the environment's process held more than memory_limit_bytes = {self._memory_limit_bytes}"
+                future.set_exception(EnvironmentMemory(limit, environment=self._environments))
+            elif not report:
+                future.set_exception(EnvironmentFailed("the environment worker died"))
+            elif report["request"] == number:
+                held = f"environment code held its process for {report['blocked_s']:.0f} s without awaiting anything"
+                message = f"{held}: {report['where']}"
+                future.set_exception(EnvironmentTimeout(message, environment=self._environments))
+            else:
+                message = "other code blocked the environment's process, which was replaced"
+                future.set_exception(EnvironmentReplaced(message, environment=self._environments))
+
+    async def _watch_memory(self, pid: int) -> None:
+        limit_bytes = self._memory_limit_bytes
+        while limit_bytes:
+            await asyncio.sleep(MEMORY_WATCH_S)
+            held = held_bytes(pid, limit_bytes)
+            if held > limit_bytes:
+                self._why = "memory"
+                log.error(
+                    "environment_memory", environment=self._environments, held_bytes=held, limit_bytes=limit_bytes
+                )
+                self._kill()
+                return
 
     def _kill(self) -> None:
         """A worker whose code does not come back is of no more use to anyone."""

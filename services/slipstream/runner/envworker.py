@@ -1,6 +1,6 @@
 """The environment worker: a child of the runner that runs environment code and the tokenizer.
 
-    python -m slipstream.runner.envworker SOCKET_FD NAMES @ config.toml
+    python -m slipstream.runner.envworker SOCKET_FD NAMES REPORT_FD @ config.toml
 
 Answers the requests of `envclient.py`, several at a time. What an environment raises becomes an error reply;
 what it prints goes to standard error. It ends when the runner does, at the latest when the socket closes.
@@ -34,9 +34,11 @@ from slipstream.environments.tools import Sandbox, Tools
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import MAX_LINE_BYTES
 from slipstream.runner.episode_host import EpisodeHost
+from slipstream.runner.memory_watch import bound_data
 from slipstream.runner.scores import score_as_json
 from slipstream.runner.session_texts import SessionTexts
 from slipstream.runner.user_code import RAISED, away, given_up, told
+from slipstream.runner.watchdog import Watchdog, request_of
 
 log = structlog.get_logger()
 
@@ -209,8 +211,8 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
     host.ends_with(lambda: connection.shutdown(socket.SHUT_RD))
     writer.write(json.dumps({"ready": True}).encode() + b"\n")
 
-    async def answer(line: bytes) -> None:
-        reply = await host.answer(json.loads(line))
+    async def answer(request: dict[str, Any]) -> None:
+        reply = await host.answer(request)
         if not reply["id"]:  # nobody waits for it
             return
         try:
@@ -226,7 +228,9 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
     try:
         async with asyncio.TaskGroup() as group:
             while line := await reader.readline():
-                task = group.create_task(answer(line))
+                request = json.loads(line)
+                request_of.set(request["id"])  # of the task that is made now
+                task = group.create_task(answer(request))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
             for task in answering:
@@ -236,8 +240,10 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
         writer.close()
 
 
-async def run(config: RunnerConfig, connection: socket.socket) -> None:
+async def run(config: RunnerConfig, connection: socket.socket, report_fd: int) -> None:
+    limit_s = min(config.environment_blocked_timeout_s, config.environment_timeout_s / 2)
     environments = build_environments(config.environments, config.seed)
+    Watchdog(report_fd, limit_s, ", ".join(environments)).start()
     if not config.sandbox_address:
         for environment in environments.values():
             if takes_turns(environment) and environment.needs_sandbox:
@@ -255,12 +261,15 @@ def main() -> None:
     die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[1]))
     names = sys.argv[2].split(",")
-    config = cli(RunnerConfig, sys.argv[3:])
+    config = cli(RunnerConfig, sys.argv[4:])
     config = config.model_copy(update={"environments": [e for e in config.environments if e.name in names]})
     setup_logging(config, "environment_worker")
+    limits = [section.memory_limit_bytes for section in config.environments]
+    if limits and all(limits):
+        bound_data(max(limits))
     os.dup2(2, 1)  # what environments print must not look like anything else
     try:
-        asyncio.run(run(config, connection))
+        asyncio.run(run(config, connection, int(sys.argv[3])))
     except ConfigError as error:
         log.error("environments_refused", reason=str(error))
         sys.exit(2)

@@ -17,10 +17,18 @@ import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common import tracing
-from slipstream.common.errors import ContextTooLong, DeadlineExceeded, RolloutTimeout, SandboxAway, SlipstreamError
+from slipstream.common.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EnvironmentFailed,
+    EnvironmentReplaced,
+    RolloutTimeout,
+    SandboxAway,
+    SlipstreamError,
+)
 from slipstream.runner import telemetry
 from slipstream.runner.cut_turns import CutTurns
-from slipstream.runner.envclient import OpenEpisode, ScoredSample, TaskKey, TurnPrompt
+from slipstream.runner.envclient import EndedEpisode, OpenEpisode, ScoredSample, TaskKey, TurnPrompt
 from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.rollout import STOP, Rollout
 from slipstream.runner.spares import spares_of
@@ -28,6 +36,9 @@ from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import Conversation, TurnClient
 
 log = structlog.get_logger()
+
+MAX_REPLAYS = 3
+"""Times that an episode begins again in another process, as others blocked its own."""
 
 
 @dataclass
@@ -41,6 +52,13 @@ class Member:
     conversations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     turn_count: int = 1
     failure: SlipstreamError | None = None
+    episode: int = -1
+    """Its number in the environment's processes."""
+    prompts: list[TurnPrompt] = field(default_factory=list[TurnPrompt])
+    """All that its episode has asked."""
+    told: list[tuple[list[int], bool]] = field(default_factory=list[tuple[list[int], bool]])
+    """Turns that its episode has answered, each with whether it stopped by itself."""
+    replays: int = 0
 
     def take(self, prompt: TurnPrompt) -> Rollout:
         """Put a prompt where its turn is sampled: at the end of its sample, or as another one.
@@ -109,7 +127,7 @@ class EpisodeGroup:
             if isinstance(episode, SlipstreamError):
                 self._fail(member, episode)
             else:
-                member.prompt_text = episode.text
+                member.prompt_text, member.episode = episode.text, episode.number
                 key = tuple(episode.prompt.token_ids), episode.prompt.max_new_tokens
                 alike.setdefault(key, []).append((member, episode))
         ended = False
@@ -139,15 +157,15 @@ class EpisodeGroup:
             async with self._in_time():
                 await self._conversation.sample(indexes, self._deadline_s)
         except SlipstreamError as error:
-            for member, episode in together:
-                self._fail(member, error, episode)
+            for member, _ in together:
+                self._fail(member, error)
             return
         async with asyncio.TaskGroup() as group:
-            for member, episode in together:
+            for member, _ in together:
                 self._cut_turns.note(self._assignment, member.samples[0])
-                group.create_task(self._run_member(member, episode))
+                group.create_task(self._run_member(member))
 
-    async def _run_member(self, member: Member, episode: OpenEpisode) -> None:
+    async def _run_member(self, member: Member) -> None:
         """From the end of its first turn on."""
         sample = 0
         try:
@@ -157,9 +175,7 @@ class EpisodeGroup:
                     stopped = rollout.finish_reason == STOP
                     asked_s = time.monotonic()
                     with tracing.span("tools", sample=member.index):
-                        prompt = await self._environments.turn(
-                            self._task, episode.number, rollout.answer, stopped=stopped
-                        )
+                        prompt = await self._turn(member, rollout.answer, stopped)
                     rollout.timings.tools_s += time.monotonic() - asked_s
                     if prompt is None:
                         break
@@ -172,12 +188,12 @@ class EpisodeGroup:
                         break  # the engine takes less than the model's configuration says
                 asked_s = time.monotonic()
                 with tracing.span("score", sample=member.index):
-                    ended = await self._environments.end(self._task, episode.number)
+                    ended = await self._end(member)
                 member.samples[0].timings.score_s += time.monotonic() - asked_s
         except SlipstreamError as error:
-            self._fail(member, error, episode)
+            self._fail(member, error)
             return
-        self._open.discard(episode.number)
+        self._open.discard(member.episode)
         self.sandbox_executions += ended.sandbox_executions
         if self._spares is not None:
             if self._spares.enough:
@@ -189,6 +205,49 @@ class EpisodeGroup:
         member.score, member.conversations, member.turn_count = ended.score, ended.conversations, ended.turn_count
         member.samples = [each for each in member.samples if each.sampled]
 
+    async def _turn(self, member: Member, answer: list[int], stopped: bool) -> TurnPrompt | None:
+        while True:
+            try:
+                prompt = await self._environments.turn(self._task, member.episode, answer, stopped=stopped)
+            except EnvironmentReplaced as error:
+                await self._begin_again(member, error)
+            else:
+                member.told.append((answer, stopped))
+                return prompt
+
+    async def _end(self, member: Member) -> EndedEpisode:
+        while True:
+            try:
+                return await self._environments.end(self._task, member.episode)
+            except EnvironmentReplaced as error:
+                await self._begin_again(member, error)
+
+    async def _begin_again(self, member: Member, error: EnvironmentReplaced) -> None:
+        """Bring an episode to where it was, in another process: it is told the turns that it had answered.
+
+        Raises `EnvironmentFailed` where it says something else than before: it is no pure function of what it is told.
+        """
+        while member.replays < MAX_REPLAYS:
+            member.replays += 1
+            self._open.discard(member.episode)
+            try:
+                (opened,) = (await self._environments.open(self._task, 1)).members
+                if isinstance(opened, SlipstreamError):
+                    raise opened
+                member.episode = opened.number
+                self._open.add(opened.number)
+                said: list[TurnPrompt | None] = [opened.prompt]
+                for answer, stopped in member.told:
+                    said.append(await self._environments.turn(self._task, opened.number, answer, stopped=stopped))
+            except EnvironmentReplaced:
+                continue
+            if [prompt for prompt in said if prompt is not None] != member.prompts:
+                message = "its process was replaced, and the episode that began again went otherwise"
+                raise EnvironmentFailed(message, environment=self._task.environment)
+            telemetry.episodes_begun_again.labels(self._task.environment).inc()
+            return
+        raise error
+
     def _take_prompt(self, member: Member, prompt: TurnPrompt) -> int:
         """Put the prompt where its turn is sampled; returns the index it is asked for with.
 
@@ -196,20 +255,21 @@ class EpisodeGroup:
         """
         index = member.index + self._assignment.sample_count * prompt.sample
         rollout = member.take(prompt)
+        member.prompts.append(prompt)
         if prompt.begun:
             telemetry.samples_begun.labels(self._task.environment, prompt.begun).inc()
             self._conversation.add(index, rollout)
         return index
 
-    def _fail(self, member: Member, error: SlipstreamError, episode: OpenEpisode | None = None) -> None:
+    def _fail(self, member: Member, error: SlipstreamError) -> None:
         member.failure = error
         telemetry.rollouts_failed.labels(self._task.environment, error.reason).inc()
         log.info("rollout_failed", group_id=self._assignment.group_id, sample=member.index, reason=error.reason)
         self._conversation.release_routes_of(member.samples)
         member.samples = []
-        if episode is not None:
-            self._environments.abandon(episode.number)
-            self._open.discard(episode.number)
+        if member.episode in self._open:
+            self._environments.abandon(member.episode)
+            self._open.discard(member.episode)
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

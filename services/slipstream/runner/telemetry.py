@@ -45,6 +45,11 @@ episodes_cut = Counter(
     "Rollouts that take turns whose first one was cut off at max_new_tokens, by environment.",
     ["environment"],
 )
+episodes_begun_again = Counter(
+    "slipstream_runner_episodes_begun_again",
+    "Episodes that went on in another process, as other code blocked theirs, by environment.",
+    ["environment"],
+)
 samples_begun = Counter(
     "slipstream_runner_samples_begun",
     "Training samples begun by rollouts that take turns, by environment and why: first, branch, template, history.",
@@ -64,6 +69,11 @@ untrusted_tokens = Counter(
 )
 environment_failures = Counter(
     "slipstream_runner_environment_failures", "Calls of environment code that failed, by environment.", ["environment"]
+)
+environment_processes_ended = Counter(
+    "slipstream_runner_environment_processes_ended",
+    "Processes of environments that ended before their time, by why: blocked, memory, too_slow, died.",
+    ["environment", "why"],
 )
 group_duration = Histogram(
     "slipstream_runner_group_duration_seconds",

@@ -48,6 +48,22 @@ class Counting:
                 if os.fork() == 0:
                     time.sleep(20)  # noqa: ASYNC251 holds the socket
                 os._exit(3)
+            case "never answers":
+                await asyncio.sleep(3600)
+            case "leaks":
+                held: list[bytes] = []
+                while len(held) < 100:
+                    held.append(os.urandom(16) * 2**20)
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(3600)
+            case "takes it at once":
+                bytearray(4 * 2**30)
+            case "blocks at 13" if task.index == 13:
+                time.sleep(3600)  # noqa: ASYNC251 blocking is the point
+            case "blocks at 13":
+                self._file.with_suffix(".asked").touch()
+                while not self._file.exists():  # noqa: ASYNC110 a test makes it
+                    await asyncio.sleep(0.02)
             case "hangs":
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "waits":

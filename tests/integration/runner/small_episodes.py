@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class CountDown:
         self._bad = bad
         self._right = 0
         self.messages = [Message("user", f"say {number}")]
+        if behaviour == "names its process":
+            self.messages = [Message("user", f"say {number} to {os.getpid()}")]
         self.tools: Sequence[ToolSpec] = []
         if behaviour == "has a tool":
             self.tools = [ToolSpec("look")]
@@ -89,6 +92,10 @@ class CountDown:
                     return [Message("tool", "now", tool_call_id=nameless)]
                 case "finds no sandbox":
                     raise RuntimeError("a program was not run") from Unreachable("connection refused")
+                case "blocks once":
+                    if not (self._folder / "blocked").exists():
+                        (self._folder / "blocked").touch()
+                        time.sleep(3600)  # noqa: ASYNC251 blocking is the point
                 case "hangs":
                     await asyncio.sleep(3600)
         self._right += message.content == str(self._left)
