@@ -163,6 +163,9 @@ class History:
             self.accuracies[name] = [AccuracyResult(name, *result) for result in results]
         for session in record["sessions"]:
             self._session(session)
+        self.tasks = dict(record["tasks"])
+        self.success_rates = {(name, part): (rate, count) for name, part, rate, count in record["success_rates"]}
+        self.counted = dict(record["counted"])
         for known in record["groups"]:
             position, phase = known["position"], Phase(known["phase"])
             fields = {

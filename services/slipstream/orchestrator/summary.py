@@ -31,6 +31,9 @@ def summary_of(history: History) -> dict[str, Any]:
             for name, results in history.accuracies.items()
         },
         "evaluation_starts": dict(history.evaluation_starts),
+        "tasks": [list(each) for each in history.tasks.items()],
+        "success_rates": [[name, part, *rate] for (name, part), rate in history.success_rates.items()],
+        "counted": [list(each) for each in history.counted.items()],
         "sessions": [session.as_record() for session in history.sessions.values()],
     }
 

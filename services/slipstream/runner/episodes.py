@@ -135,7 +135,7 @@ class EpisodeGroup:
             async with asyncio.TaskGroup() as group:
                 self._running += [group.create_task(self._run_alike(together)) for together in alike.values()]
             for member in members:
-                if isinstance(member.failure, SandboxAway):
+                if isinstance(member.failure, SandboxAway) and not (self._spares is not None and self._spares.enough):
                     raise member.failure
             ended = True
             for member in members:
