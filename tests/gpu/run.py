@@ -34,6 +34,7 @@ RANKS = [*PYTEST, "-v", "-s", "tests/gpu/test_parallel.py", "--device", "cuda"]
 RANKS_LOAD = [sys.executable, "loadtests/ranks_throughput.py", "--device", "cuda"]
 WEIGHTS = [sys.executable, "loadtests/weight_transports.py", "--device", "cuda", "--out", "{out}/weights.jsonl"]
 
+GRPC = ["--weights.transport", "grpc", "--weights.dtype", "float32"]
 X2 = ["@", "examples/h200-x2.toml"]
 SPLIT = [sys.executable, "loadtests/prefill_decode.py", "--cards", "0,1", "--engine", '{"compiled": false}']
 EXACT = (
@@ -71,7 +72,9 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "ranks": (300, RANKS),
     "ranks_load": (240, [*RANKS_LOAD, "--out", "{out}/ranks.jsonl"]),
     "x2_smoke": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml"]),
+    "x2_smoke_grpc": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml", *GRPC]),
     "x2": (260, [*RUN, "220", *X2]),
+    "x2_grpc": (260, [*RUN, "220", *X2, *GRPC, "--model.n-layers", "1", "--model.vocab-size", "32768"]),
     "x2_prefill": (260, [*RUN, "220", *X2, "@", "examples/h200-x2-prefill.toml"]),
     "x2_async": (
         280,
