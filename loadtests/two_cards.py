@@ -118,12 +118,20 @@ def compare(arguments: list[str], options: argparse.Namespace) -> int:
         code, found[bound] = run(words, options, f"bound-{bound}-{os.getpid()}")
         if code not in (0, 124):
             return code
+    values = comparison(found)
+    found[bounds[-1]].note("comparison", **values)
+    print(json.dumps(values, indent=1), flush=True)
+    return 0 if values["times_the_first"] else 1
+
+
+def comparison(found: Mapping[int, Watched]) -> dict[str, dict[int, float]]:
+    """What each run trained a second, by its bound, and as a multiple of the first."""
     speeds = {bound: watched.summary("").get("trained_tokens_per_s", 0.0) for bound, watched in found.items()}
-    first = speeds[bounds[0]]
-    ratios = {bound: speed / first for bound, speed in speeds.items()} if first else {}
-    found[bounds[-1]].note("comparison", trained_tokens_per_s=speeds, times_the_first=ratios)
-    print(json.dumps({"trained_tokens_per_s": speeds, "times_the_first": ratios}, indent=1), flush=True)
-    return 0 if ratios else 1
+    first = next(iter(speeds.values()))
+    return {
+        "trained_tokens_per_s": speeds,
+        "times_the_first": {bound: speed / first for bound, speed in speeds.items()} if first else {},
+    }
 
 
 def run(arguments: list[str], options: argparse.Namespace, name: str) -> tuple[int, Watched]:

@@ -48,6 +48,23 @@ def test_each_record_is_written_once_and_the_summary_leaves_the_first_step_out(t
     assert (summary["steps"], summary["lag_max"], summary["in_flight_max"]) == (3, 3, 7)
 
 
+def test_runs_are_compared_with_the_first_of_them(tmp_path):
+    from two_cards import Watched, comparison
+
+    found = {}
+    for bound, seconds in ((0, 4.0), (4, 1.0)):
+        found[bound] = Watched(tmp_path, tmp_path / "out.jsonl")
+        found[bound].steps = [
+            {"step": n, "time_s": seconds * n, "loss_tokens": 8, "lag_max": 0, "published_bytes": 1.0} for n in range(3)
+        ]
+    assert comparison(found) == {
+        "trained_tokens_per_s": {0: 2.0, 4: 8.0},
+        "times_the_first": {0: 1.0, 4: 4.0},
+    }
+    found[0].steps = []
+    assert comparison(found)["times_the_first"] == {}, "nothing to compare with"
+
+
 async def test_noise_tells_the_members_of_a_group_apart_and_is_the_same_each_time():
     noise = importlib.import_module("noise").Noise
     config = ImportedConfig(name="noise", path="noise:Noise", options={"prompt_characters": 9})
