@@ -77,8 +77,8 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "x2_grpc": (260, [*RUN, "220", *X2, *GRPC, "--model.n-layers", "1", "--model.vocab-size", "32768"]),
     "x2_prefill": (260, [*RUN, "220", *X2, "@", "examples/h200-x2-prefill.toml"]),
     "x2_async": (
-        280,
-        [*RUN, "120", "--train-s", "50", "--bounds", "0,4", *X2, "@", "loadtests/async_vs_sync_cards.toml"],
+        300,
+        [*RUN, "130", "--train-s", "60", "--bounds", "0,4", *X2, "@", "loadtests/async_vs_sync_cards.toml"],
     ),
     "x2_exact": (150, [*SPLIT, *EXACT.split()]),
     "x2_split": (200, [*SPLIT, *SPLIT_LOAD.split()]),
