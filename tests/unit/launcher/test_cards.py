@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slipstream.common.config import ENVIRONMENT, ConfigError
+from slipstream.common.config import ENVIRONMENT, ConfigError, load_config
 from slipstream.common.config_errors import Origins
 from slipstream.launcher.cards import VISIBLE, variables_of
 from slipstream.launcher.combinations import check_combinations
 from slipstream.launcher.config import RUN_CONFIG, RunConfig
-from slipstream.launcher.resolve import resolve
+from slipstream.launcher.resolve import check, resolve
 from slipstream.launcher.rundir import RunDir
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +100,28 @@ def test_cards_that_cannot_be_shared_out_are_refused(sections, says):
     with pytest.raises(ConfigError) as refused:
         check_combinations(config_of(**sections), Origins())
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overlays",
+    [
+        (),
+        ("examples/h200-x2-prefill.toml",),
+        ("examples/h200-x2-tiny.toml",),
+        ("examples/h200-x2-prefill.toml", "examples/h200-x2-tiny.toml", "examples/h200-x2-cpu.toml"),
+        ("loadtests/async_vs_sync_cards.toml",),
+        (
+            "loadtests/async_vs_sync_cards.toml",
+            "examples/h200-x2-tiny.toml",
+            "examples/h200-x2-cpu.toml",
+            "loadtests/async_vs_sync_cards_cpu.toml",
+        ),
+    ],
+)
+def test_the_run_over_two_cards_resolves_with_all_that_is_laid_over_it(overlays):
+    config = load_config(RUN_CONFIG, [ROOT / file for file in ("examples/h200-x2.toml", *overlays)])
+    check(config)
+    assert visible(config, "trainer", "decode-1") == ["0,1", "1,0"]
 
 
 def test_services_are_not_told_of_cards(tmp_path):
