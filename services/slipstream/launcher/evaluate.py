@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.common.config import ConfigError, parse_arguments
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.extras import RUN_MODULES, explain, missing_modules
+from slipstream.common.version import PolicyVersion
 from slipstream.launcher.config import RUN_CONFIG, RunConfig
 from slipstream.launcher.errors import LauncherError, RunFailedError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_result, result_of, write_result
@@ -29,7 +30,8 @@ usage: slipstream eval RUN [OPTION]...
        slipstream eval @ FILE.toml... --model DIR [OPTION]... [--section.field=VALUE]...
 
 Ask held-out problems: of a run that is up, through its API and beside its training; else of the weights that RUN ended
-with, or of DIR, a model directory in Hugging Face's form. For those it starts the engines, no trainer, and ends them.
+with, or came to, or of DIR, a model directory in Hugging Face's form. For those it starts the engines, no trainer, and
+ends them.
 
   --model DIR            these weights
   --checkpoint STEP      those of a checkpoint of RUN in the middle: a step, a version such as 1.20, or newest
@@ -45,6 +47,8 @@ The result is in evaluation.json and evaluation.html: of a run that is up in RUN
 directory of its own.
 """
 PROGRAM = "slipstream eval"
+NEWEST = "newest"
+"""Of the checkpoints."""
 
 
 @dataclass
@@ -165,22 +169,30 @@ def _teller(options: Options) -> Callable[[str], None]:
 
 
 def weights_of(run: RunDir, say: Callable[[str], None]) -> Path:
-    """What a run ended with, or else began with, which is then said. Raises `LauncherError`."""
+    """What a run ended with, or else came to, or else began with, which is then said. Raises `LauncherError`."""
     final, first = run.path / "checkpoints" / "final", run.path / "model"
     if any(final.glob("*.safetensors")):
         return final
+    if checkpoints_of(run):
+        say(f"{run.name} did not come to its end: this is its newest checkpoint")
+        return weights_at(run, NEWEST, say)
     if any(first.glob("*.safetensors")):
         say(f"{run.name} did not come to its end: these are the weights it began with")
         return first
     raise LauncherError(f"{run.name} has left no weights: neither in checkpoints/final nor in model/; give --model DIR")
 
 
-def weights_at(run: RunDir, wanted: str, say: Callable[[str], None]) -> Path:
-    """Weights of a checkpoint, written as a model directory, which is kept. Raises `LauncherError`."""
+def checkpoints_of(run: RunDir) -> list[PolicyVersion]:
+    """The trainer's, oldest first."""
     from slipstream.trainer.checkpoint_store import CheckpointStore
 
-    known = {str(version): version for version in CheckpointStore(run.path / "checkpoints").versions()}
-    newest = list(known)[-1:] if wanted == "newest" else []
+    return CheckpointStore(run.path / "checkpoints").versions()
+
+
+def weights_at(run: RunDir, wanted: str, say: Callable[[str], None]) -> Path:
+    """Weights of a checkpoint, written as a model directory, which is kept. Raises `LauncherError`."""
+    known = {str(version): version for version in checkpoints_of(run)}
+    newest = list(known)[-1:] if wanted == NEWEST else []
     found = newest or [name for name, version in known.items() if wanted in (name, str(version.step))]
     if not found:
         there = f"there are those of {', '.join(known)}" if known else "it has none (trainer.checkpoint.interval_steps)"

@@ -37,6 +37,7 @@ from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.services import access_to
 from slipstream.orchestrator.evaluation import WRONG, answer_of, versions_of
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
+from slipstream.trainer.checkpoint_store import CheckpointStore
 
 CALL_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 3.0
@@ -87,7 +88,7 @@ async def evaluate_run(
             found.versions |= {str(version) for record in records or [] for version in versions_of(record)}
             on_progress(len(problems), len(tasks))
 
-        watch = _Watch(run_pb2_grpc.RunServiceStub(channel), run.name)
+        watch = _Watch(run_pb2_grpc.RunServiceStub(channel), run)
         await watch.look()
         try:
             async with asyncio.TaskGroup() as group:
@@ -107,9 +108,9 @@ async def evaluate_run(
 class _Watch:
     """Over a run that is asked: raises `LauncherError` once it is paused, or gives no answer, for too long."""
 
-    def __init__(self, stub: run_pb2_grpc.RunServiceStub, name: str) -> None:
+    def __init__(self, stub: run_pb2_grpc.RunServiceStub, run: RunDir) -> None:
         self._stub = stub
-        self._name = name
+        self._run = run
         self._paused_since_s: float | None = None
 
     async def run(self, answered: Callable[[], int], deadline_s: float) -> None:
@@ -120,7 +121,9 @@ class _Watch:
                 seen, seen_s = answered(), time.monotonic()
             silent_s = time.monotonic() - seen_s
             if silent_s > AWAY_S + ATTEMPTS * deadline_s:
-                raise LauncherError(f"{self._name} has answered nothing for {silent_s:.0f} s; see slipstream status")
+                raise LauncherError(
+                    f"{self._run.name} has answered nothing for {silent_s:.0f} s; see slipstream status"
+                )
             await asyncio.sleep(LOOK_S)
             await self.look()
 
@@ -136,10 +139,9 @@ class _Watch:
         now_s = time.monotonic()
         self._paused_since_s = now_s if self._paused_since_s is None else self._paused_since_s
         if now_s - self._paused_since_s >= PAUSED_S:
-            raise LauncherError(
-                f"{self._name} is paused ({now.reason}), and answers nothing until it goes on; "
-                f"its weights can be asked: slipstream eval {self._name} --checkpoint newest"
-            )
+            saved = CheckpointStore(self._run.path / "checkpoints").versions()
+            ask = f"; a checkpoint can be asked: slipstream eval {self._run.name} --checkpoint newest" if saved else ""
+            raise LauncherError(f"{self._run.name} is paused ({now.reason}), and answers nothing until it goes on{ask}")
 
 
 class _Asker:

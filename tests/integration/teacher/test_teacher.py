@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -108,8 +110,6 @@ def sequence(token_ids: list[int], *ranges: tuple[int, int]) -> teacher_pb2.Toke
 
 
 async def refusal(call: Callable[[], Awaitable[object]]) -> SlipstreamError:
-    import grpc
-
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call()
     return from_rpc_error(raised.value)
@@ -181,3 +181,37 @@ async def test_runners_pass_by_a_worker_that_is_away_and_give_up_in_time(model, 
             await TeacherClient(peers, [NOWHERE], timeout_s=0.5).judge([rollout], temperature=1.0)
     finally:
         await peers.close()
+
+
+async def test_no_request_whatever_is_in_it_gets_another_answer_than_the_contract_has(config, scorer):
+    draw = random.Random(7)
+    edges = [-(2**31), -1, 0, 1, 2, 23, 24, 33, 2**31 - 1]
+    documented = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+    def number(low: int, high: int) -> int:
+        return draw.choice(edges) if draw.random() < 0.1 else draw.randint(low, high)
+
+    def token() -> int:
+        return draw.choice(edges) if draw.random() < 0.01 else draw.randint(0, 23)
+
+    def request() -> bytes:
+        made = teacher_pb2.ScoreTokensRequest(temperature=draw.choice([0.0, 0.5, 1.0, 1.0, -1.0, float("nan")]))
+        for _ in range(draw.randint(0, 3)):
+            each = made.sequences.add(token_ids=[token() for _ in range(draw.randint(0, 34))])
+            for _ in range(draw.randint(0, 2)):
+                start = number(0, 12)
+                each.ranges.add(start=start, end=max(-(2**31), min(start + number(0, 9), 2**31 - 1)))
+        data = bytearray(made.SerializeToString())
+        if data and draw.random() < 0.3:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        return bytes(data)
+
+    async with serving(config, scorer) as served, open_channel(served.address, Access()) as channel:
+        score = channel.unary_unary("/slipstream.api.inference.v1.TeacherService/ScoreTokens")
+        seen = set()
+        for _ in range(250):
+            call = score(request(), timeout=20)
+            seen.add(await call.code())
+        assert seen <= documented, seen
+        assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= seen
+        assert served.desk.token_count == 0

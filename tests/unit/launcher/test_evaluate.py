@@ -94,6 +94,9 @@ def test_the_last_weights_are_taken_and_the_first_are_named(run):
     (run / "model" / "model.safetensors").touch()
     assert weights_of(RunDir(run), told.append) == run / "model"
     assert told == ["ended did not come to its end: these are the weights it began with"]
+    (run / "checkpoints" / "1.4").mkdir(parents=True)
+    assert weights_of(RunDir(run), told.append) == run / "model", "no checkpoint that is whole"
+    assert told.pop() == told[0]
     (run / "checkpoints" / "final").mkdir(parents=True)
     (run / "checkpoints" / "final" / "model.safetensors").touch()
     assert weights_of(RunDir(run), told.append) == run / "checkpoints" / "final"
