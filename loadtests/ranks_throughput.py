@@ -63,7 +63,7 @@ RING_CONTEXT = 8192
 
 @torch.no_grad()
 def fill(model: Any, seed: int) -> None:
-    """Random weights for the part of each parameter that is here, and tables their values. No rank has more."""
+    """Random weights for the part of each parameter that is here. No rank has more."""
     for number, (_, parameter) in enumerate(model.named_parameters()):
         _, part = held(parameter)
         generator = torch.Generator(part.device).manual_seed(seed + number)
@@ -71,13 +71,6 @@ def fill(model: Any, seed: int) -> None:
             part.fill_(1.0)
         else:
             part.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name == "cache":
-                with torch.device(buffer.device):
-                    buffer.copy_(module._precompute_cache())
-            else:
-                buffer.zero_()
 
 
 def learner(shape: Shape, world: Any, parallel: ParallelConfig) -> tuple[Learner, ModelCost]:

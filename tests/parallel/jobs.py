@@ -154,23 +154,25 @@ def learner(
     loss: str = "tokens",
     *,
     filled: bool = False,
+    empty: bool = False,
     bfloat16: bool = False,
     offload: bool = False,
     seed: int = 0,
     **parallel: Any,
 ) -> Learner:
-    """This rank's, of a model that all start from; `filled`: that rank 0 alone has."""
+    """This rank's, of a model that all start from; `filled`: that rank 0 alone has; `empty`: that nobody has."""
     balance = BALANCE if kind != "dense" else 0.0
     optim = OptimConfig(
         lr=1e-3, balance_coefficient=balance, warmup_steps=0, offload_state=offload, offload_activations=offload
     )
     world, config, passes = World(Layout(**layout), device=DEVICE), ParallelConfig(**parallel), Passes(bfloat16)
-    if not filled:
+    if not (filled or empty) or world.alone:
         return Learner(make(kind, seed).to(DEVICE), optim, LOSSES[loss], None, world, config, passes)
     with torch.device("meta"):
         model = make(kind, started=False)
     agent = Learner(model, optim, LOSSES[loss], None, world, config, passes)
-    agent.fill(None if world.rank else make(kind))
+    if filled:
+        agent.fill(None if world.rank else make(kind))
     return agent
 
 
@@ -231,7 +233,7 @@ def saved(kind: str, layout: dict[str, Any], plan: Any, directory: str, **how: A
 
 def resumed(kind: str, layout: dict[str, Any], plan: Any, directory: str, path: str, **how: Any) -> None:
     """Two more steps from it, by other ranks; rank 0 writes the weights."""
-    agent = learner(kind, layout, seed=1, **how)
+    agent = learner(kind, layout, seed=1, empty=True, **how)
     load(agent.model, agent.optimizer, agent.carried, CheckpointStore(Path(directory)).at(FIRST).path)
     for step in (2, 3):
         take(agent, plan, step)

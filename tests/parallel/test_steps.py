@@ -56,3 +56,23 @@ def test_a_rollout_that_one_context_rank_lacks_is_lost_for_all(pool, kind):
     assert found[0][0]["sequences"] == 1
     assert found[0][0]["routes_unknown_fraction"] == 0
     assert found[0][0]["loss_tokens"] == 9
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize(("before", "after"), [(LAYOUTS[0], LAYOUTS[1]), ({}, LAYOUTS[0]), (LAYOUTS[1], {})], ids=str)
+def test_ranks_that_never_had_weights_go_on_from_a_checkpoint(pool, alone, before, after, offload, tmp_path):
+    where, path = str(tmp_path / "checkpoints"), str(tmp_path / "weights")
+    for job, layout, more in (("saved", before, {}), ("resumed", after, {"path": path})):
+        plan, ranks = plan_of(layout.get("data", 1)), layout.get("data", 1) * layout.get("context", 1)
+        pool.run(job, ranks, kind="moe", layout=layout, plan=plan, directory=where, offload=offload, **more)
+    found = load_file(path)
+    for name in found:
+        np.testing.assert_allclose(found[name], alone[1][name], rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_state_in_host_memory_starts_from_the_weights_that_ranks_were_given(pool, alone, tmp_path):
+    path, how = tmp_path / "weights", {"filled": True, "offload": True}
+    pool.run("steps", 2, kind="moe", layout=LAYOUTS[0], plan=plan_of(2), path=str(path), **how)
+    found = load_file(path)
+    for name in found:
+        np.testing.assert_allclose(found[name], alone[1][name], rtol=0, atol=1e-4, err_msg=name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.common.config import ENVIRONMENT
+from slipstream.trainer.chat.config import ChatConfig
 from slipstream.trainer.config import RankConfig, TrainerConfig
 
+Config = TypeVar("Config", TrainerConfig, ChatConfig)
 
-def placed(config: TrainerConfig) -> TrainerConfig:
+
+def placed(config: Config) -> Config:
     """The configuration of this rank: as it is, or, of one file for all, with what differs between them.
 
     torchrun's ranks of one machine listen at one port after another, and so do their metrics.
@@ -28,7 +31,7 @@ def placed(config: TrainerConfig) -> TrainerConfig:
             **config.log.model_dump(),
             "file": config.log.file.with_stem(f"{config.log.file.stem}-{rank}"),
         }
-    return TrainerConfig.model_validate({**config.model_dump(exclude_unset=True), **changed})
+    return type(config).model_validate({**config.model_dump(exclude_unset=True), **changed})
 
 
 def _beside(section: Any, local: int) -> dict[str, Any]:

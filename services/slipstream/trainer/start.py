@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from slipstream.trainer.step import Learner
 
 STARTED = "started"
-"""What rank 0 leaves on the board once it has the model that step 1 trains."""
+"""What rank 0 leaves on the board once it has the model that step 1 trains, or knows of a checkpoint."""
+MADE, RESUMED = "made", "resumed"
 
 
 def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple[Learner, dict[str, float]]:
     """The learner that step 1 trains and figures of the warm-up; `prepare_model_dir` has been called.
 
-    `resumed`: its weights come from a checkpoint, and the model directory has those of step 0 already. Rank 0 knows.
+    `resumed`: its weights come from a checkpoint, and the model directory has those of step 0 already. Rank 0 knows,
+    and tells the others.
     """
     from slipstream.trainer.parallel.meeting import meet
 
@@ -44,19 +46,21 @@ def start(config: TrainerConfig, status: Status, resumed: bool = False) -> tuple
     world, figures = meet(config.group, config.parallel, config.compute), {}
     sizes, model = sizes_at_start(config), None
     if world.rank:
-        _await_start(world, status)
+        resumed = _await_start(world, status) == RESUMED
     elif not resumed:
         model, figures = make_model(config, on_progress, status)
-    else:
+    elif world.alone:
         model = find_architecture(sizes.architecture).build_model(sizes)
     if world.rank == 0 and not world.alone:
-        world.board.put(STARTED, "1")
-    learner = _learner(config, world, model, sizes, status)
+        world.board.put(STARTED, RESUMED if resumed else MADE)
+    learner = _learner(config, world, model, sizes, status, resumed)
     return learner, figures
 
 
-def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Sizes, status: Status) -> Learner:
-    """Of the weights that rank 0 has; of none where a checkpoint has them, which is loaded next."""
+def _learner(
+    config: TrainerConfig, world: World, model: Model | None, sizes: Sizes, status: Status, resumed: bool
+) -> Learner:
+    """Of the weights that rank 0 has; of none where a checkpoint has them, of which each rank loads its part next."""
     from slipstream.trainer.compute import passes_of
     from slipstream.trainer.frozen import FrozenModels
     from slipstream.trainer.parallel.filling import without_weights
@@ -71,7 +75,7 @@ def _learner(config: TrainerConfig, world: World, model: Model | None, sizes: Si
     status.parameter_count = sum(parameter.numel() for parameter in tree.parameters())
     passes = passes_of(config.compute)
     learner = Learner(tree, config.optim, config.loss, FrozenModels.load(config), world, config.parallel, passes)
-    if not world.alone:
+    if not world.alone and not resumed:
         with world.watching():
             learner.fill(source)
     return learner
@@ -101,10 +105,12 @@ def check_model(config: TrainerConfig, sizes: Sizes) -> None:
         raise ConfigError(f"{key}: {sentence}")
 
 
-def _await_start(world: World, status: Status) -> None:
-    """Return once rank 0 has what step 1 starts from."""
-    if world.board.wait_for(STARTED, status.stop.is_set) is None:
+def _await_start(world: World, status: Status) -> str:
+    """Return once rank 0 has what step 1 starts from: what it says of it."""
+    said = world.board.wait_for(STARTED, status.stop.is_set)
+    if said is None:
         raise Stopped("stopped while rank 0 made the model")
+    return said
 
 
 def make_model(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from slipstream.launcher.ports import PortLease, take_ports
 from slipstream.models.checkpoint import save_model
 from slipstream.models.registry import find_architecture, load_sizes
 from tests.unit.chat.conversations import PLAIN_TEMPLATE, sizes, sums, write_rows, write_tokenizer
@@ -127,3 +128,44 @@ def test_groups_that_match_nothing_are_refused_and_leave_no_folder(root):
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: optim.groups.0.pattern: 'nothing' matches none of the")
     assert not list((root / "runs").iterdir())
+
+
+MACHINES = 2
+
+
+def torchrun(root: Path, endpoint: str, steps: int) -> list[subprocess.Popen[str]]:
+    """An agent for each machine, which starts one rank there; what they say is in a file each."""
+    name = "torch.distributed.run"
+    agent = [sys.executable, "-m", name, "--nnodes", str(MACHINES), "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    agent += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "--rdzv-id", str(steps)]
+    rank = ["-m", "slipstream.trainer.chat", "@", str(root / "ranks.toml"), f"--training.max-steps={steps}"]
+    started = []
+    for machine in range(MACHINES):
+        with (root / f"machine-{machine}-{steps}.log").open("w") as log:
+            words = [*agent, *rank]
+            started.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, text=True))
+    return started
+
+
+@pytest.mark.timeout(400)
+def test_machines_that_meet_through_torchrun_fine_tune_together_and_go_on_together(root):
+    run = root / "runs" / "ranks"
+    text = TOML.format(root=root).replace(f'name = "chat"\ndirectory = "{root}/runs"\n', "").replace("[run]\n", "")
+    (root / "ranks.toml").write_text(f'run_dir = "{run}"\n{text}'.replace("[data]", '[data]\nbad_rows = "skip"'))
+    for steps, before in ((3, 0), (5, 3)):
+        lease = PortLease()
+        endpoint = take_ports(["rendezvous"], lease)["rendezvous"]
+        lease.close()
+        agents = torchrun(root, endpoint, steps)
+        try:
+            codes = [agent.wait(2 * DEADLINE_S) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+        said = [(root / f"machine-{machine}-{steps}.log").read_text() for machine in range(MACHINES)]
+        assert codes == [0] * MACHINES, "\n".join(said)
+        assert sum("conversations to learn from" in each for each in said) == 1  # rank 0 speaks
+        assert any(f"goes on after step {before}" in each for each in said) == bool(before)
+        assert steps_of(run) == list(range(1, steps + 1))
+    assert load_sizes(run / "model") == sizes()

@@ -36,6 +36,7 @@ from slipstream.trainer.parallel.filling import without_weights
 from slipstream.trainer.parallel.meeting import meet
 from slipstream.trainer.parallel.roll import RankLost
 from slipstream.trainer.parallel.world import World
+from slipstream.trainer.place import placed
 
 log = structlog.get_logger()
 
@@ -69,7 +70,7 @@ class Reporter:
 
 def main() -> None:
     """Exits with 2 for what is wrong with configuration or data, with 1 for what goes wrong later."""
-    config = cli(ChatConfig)
+    config = placed(cli(ChatConfig))
     setup_logging(config, "trainer")
     torch.set_num_threads(config.training.torch_threads)
     stop = threading.Event()
@@ -102,13 +103,13 @@ def _prepare(config: ChatConfig, world: World, stop: threading.Event) -> Finetun
     _check_model(config, sizes)
     template = ChatTemplate.load(start, config.data.chat_template)
     data = load_dataset(config.data, TextCodec.load(start), template, config.seed)
-    model: Any = None if world.rank else _extended(config, load_model(sizes, start))
     if world.alone:
-        model.to(world.device)
-        finetuner = Finetuner(model, config, data, world, stop.is_set)
+        model: Any = _extended(config, load_model(sizes, start))
+        finetuner = Finetuner(model.to(world.device), config, data, world, stop.is_set)
     else:
         finetuner = Finetuner(_extended(config, without_weights(sizes)), config, data, world, stop.is_set)
-        finetuner.learner.fill(model)
+        if not finetuner.resumes:  # otherwise each rank reads its part of the checkpoint
+            finetuner.learner.fill(None if world.rank else _extended(config, load_model(sizes, start)))
     try:
         step = finetuner.restore()
     except ValueError as error:

@@ -86,6 +86,11 @@ class Finetuner:
         self._skipped_in_a_row = 0
         self._save_failed = False
 
+    @property
+    def resumes(self) -> bool:
+        """Whether `restore` has weights to bring."""
+        return self._saved is not None
+
     def restore(self) -> int:
         """Go on from the newest checkpoint, if there is one; returns its step.
 

@@ -36,6 +36,7 @@ from slipstream.trainer import recompute
 from slipstream.trainer.muon import local
 from slipstream.trainer.parallel.context import context_of
 from slipstream.trainer.parallel.experts import AllToAllDispatcher
+from slipstream.trainer.parallel.filling import set_tables
 from slipstream.trainer.parallel.slices import Slice, slice_of
 from slipstream.trainer.parallel.world import World
 from slipstream.trainer.sequence import Lost, TrainSequence
@@ -213,10 +214,12 @@ def shard(
     for module in ranked.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Otherwise the factor travels as PREMUL_SUM, which gloo has not.
+            # A plain sum, which a factor of 1 is. Otherwise it travels as PREMUL_SUM, which gloo has not, and NCCL
+            # would multiply for nothing.
             module.set_force_sum_reduction_for_comms(True)
     if any(parameter.is_meta for parameter in ranked.parameters()):
         ranked.to_empty(device=world.device)
+        set_tables(ranked, world.device)
     ranked.device = world.device
     return ranked
 
