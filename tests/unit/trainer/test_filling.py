@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -25,8 +27,9 @@ FAMILIES = [
 
 @pytest.mark.parametrize("sizes", FAMILIES, ids=lambda sizes: sizes.architecture)
 def test_tables_are_those_of_a_model_built_whole(sizes):
-    expected = dict(find_architecture(sizes.architecture).build_model(sizes).named_buffers())
-    model = without_weights(sizes)
+    whole: Any = find_architecture(sizes.architecture).build_model(sizes)
+    model: Any = without_weights(sizes)
+    expected = dict(whole.named_buffers())
     set_tables(model, torch.device("cpu"))
     found = dict(model.named_buffers())
     assert found.keys() == expected.keys()

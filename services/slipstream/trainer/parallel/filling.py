@@ -26,7 +26,7 @@ def without_weights(sizes: Sizes) -> Model:
 
 @torch.no_grad()
 def fill(model: Any, source: Any, world: World) -> None:
-    """Give each rank its part of `source`, by one parameter after another, which is whole in the CPU's memory meanwhile.
+    """Give each rank its part of `source`, by one parameter after another, which the CPU has whole meanwhile.
 
     Collective.
     """
@@ -51,7 +51,8 @@ def set_tables(model: Any, device: torch.device) -> None:
         if not buffers:
             continue
         if not hasattr(module, "_init_self_buffers"):
-            raise ValueError(f"{name}: several ranks need a module with buffers to have torchtitan's _init_self_buffers")
+            needed = "several ranks need a module with buffers to have torchtitan's _init_self_buffers"
+            raise ValueError(f"{name}: {needed}")
         module._init_self_buffers(buffer_device=torch.device("cpu"))
         for buffer in buffers:
             setattr(module, buffer, getattr(module, buffer).to(device))
