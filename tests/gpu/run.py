@@ -36,14 +36,14 @@ WEIGHTS = [sys.executable, "loadtests/weight_transports.py", "--device", "cuda",
 
 GRPC = ["--weights.transport", "grpc", "--weights.dtype", "float32"]
 X2 = ["@", "examples/h200-x2.toml"]
-SPLIT = [sys.executable, "loadtests/prefill_decode.py", "--cards", "0,1", "--engine", '{"compiled": false}']
+SPLIT = [sys.executable, "loadtests/prefill_decode.py", "--cards", "0,1", "--engine"]
 EXACT = (
     "--parts exact --exact 24 --device cuda --dtype float32 --layers 4 --experts 16 --hidden 512 --heads 8 --top-k 4 "
     "--expert-dim 256 --vocab 4096 --prompt-tokens 256 --output-tokens 64"
 )
 SPLIT_LOAD = (
     f"{LARGE.replace('--layers 16', '--layers 8').replace('--expert-dim 256', '--expert-dim 768')} --parts exact,load "
-    "--exact 6 --prompt-tokens 1024 --output-tokens 256 --concurrent 64 --seconds 8"
+    "--exact 4 --prompt-tokens 1024 --output-tokens 256 --concurrent 64 --seconds 6"
 )
 """Layers of Qwen3-30B-A3B's shape."""
 
@@ -74,14 +74,15 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "x2_smoke": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml"]),
     "x2_smoke_grpc": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml", *GRPC]),
     "x2": (260, [*RUN, "220", *X2]),
+    "x2_lora": (260, [*RUN, "220", *X2, "@", "examples/h200-x2-lora.toml"]),
     "x2_grpc": (260, [*RUN, "220", *X2, *GRPC, "--model.n-layers", "1", "--model.vocab-size", "32768"]),
     "x2_prefill": (260, [*RUN, "220", *X2, "@", "examples/h200-x2-prefill.toml"]),
     "x2_async": (
-        300,
-        [*RUN, "130", "--train-s", "60", "--bounds", "0,4", *X2, "@", "loadtests/async_vs_sync_cards.toml"],
+        330,
+        [*RUN, "160", "--train-s", "80", "--bounds", "3,0", *X2, "@", "loadtests/async_vs_sync_cards.toml"],
     ),
-    "x2_exact": (150, [*SPLIT, *EXACT.split()]),
-    "x2_split": (200, [*SPLIT, *SPLIT_LOAD.split()]),
+    "x2_exact": (150, [*SPLIT, '{"compiled": false, "gpu_memory_fraction": 0.05}', *EXACT.split()]),
+    "x2_split": (200, [*SPLIT, '{"compiled": false}', *SPLIT_LOAD.split()]),
 }
 """The same on two."""
 

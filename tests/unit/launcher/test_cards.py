@@ -107,6 +107,7 @@ def test_cards_that_cannot_be_shared_out_are_refused(sections, says):
     [
         (),
         ("examples/h200-x2-prefill.toml",),
+        ("examples/h200-x2-lora.toml",),
         ("examples/h200-x2-tiny.toml",),
         ("examples/h200-x2-prefill.toml", "examples/h200-x2-tiny.toml", "examples/h200-x2-cpu.toml"),
         ("loadtests/async_vs_sync_cards.toml",),
