@@ -19,15 +19,18 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 
 import psutil
+from chaos_shape import Shape
 from run_process import RunProcess, launching, of_kind, read_lines
 
 from slipstream.common.version import PolicyVersion
@@ -36,33 +39,12 @@ from slipstream.orchestrator.journal_check import Violation, check_records
 from slipstream.orchestrator.replay import unpacked
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
-TARGETS = (
-    *("orchestrator", "runner-1", "trainer", "decode-1", "prefill-1", "router"),
-    *("broadcaster", "sandbox", "valkey", "decode-2"),
-)
-"""What is killed, in turn, in an order drawn from the seed."""
 GROUPS_PER_STEP = 4
+ONE_OF_EACH = Shape()
 REQUIRED_RATIO = 0.8
 KILL_PERIOD_S = 60.0
 STUCK_S = 180.0
 """A run that does not get on for so long is given up."""
-OPTIONS = "sandbox_s = 0.02"
-ARGUMENTS = {
-    "orchestrator.samples-per-group": "2",
-    "orchestrator.min-reward-std": "0",
-    "orchestrator.pool-timeout-s": "120",
-    "orchestrator.stall-timeout-s": "300",
-    "environments.0.deadline-s": "300",
-    "trainer.rows-timeout-s": "120",
-    "environments.0.age-out": "hold",
-    "environments.0.max-new-tokens": "12",
-    "decode.replicas": "2",
-    "launcher.restart": "on_failure",
-    "launcher.restart-budget": "1000",
-    "runner.environment-timeout-s": "240",
-    "trainer.checkpoint.interval-steps": "4",
-    "run.seed": "0",
-}
 TASK_COUNT = 1_000_000
 """Of the environment, as is its default."""
 
@@ -88,6 +70,8 @@ class Outcome:
     """From its first position to its end."""
     trained: dict[int, int]
     """Step by position."""
+    figures: dict[str, object]
+    """What `journal_check` counted."""
     kills: list[Kill] = field(default_factory=list[Kill])
 
 
@@ -120,8 +104,17 @@ class Growing:
 class Chaos:
     """Kills services of one run."""
 
-    def __init__(self, run: RunProcess, positions: int, gate: Path, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run: RunProcess,
+        targets: Sequence[str],
+        positions: int,
+        gate: Path,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
         self.run = run
+        self._targets = targets
         self.gate = gate
         self.positions = positions
         self.kills: list[Kill] = []
@@ -156,7 +149,7 @@ class Chaos:
 
     def _drawn(self) -> Iterator[str]:
         while True:
-            yield from self._random.sample(TARGETS, len(TARGETS))
+            yield from self._random.sample(self._targets, len(self._targets))
 
     def _kill(self) -> None:
         """Kill the next service, once it lives; a moment later, so that it is not always right after a report."""
@@ -202,7 +195,7 @@ def check(path: Path, positions: int) -> Outcome:
     """
     records = read_journal(path / "journal" / "journal.jsonl").records
     try:
-        trained = check_records(records, positions).steps
+        checked = check_records(records, positions)
     except Violation as violation:
         raise Lost(str(violation)) from None
     for record in of_kind(records, "sealed"):
@@ -211,7 +204,7 @@ def check(path: Path, positions: int) -> Outcome:
         if step.get("sequences_lost"):  # unknown of one whose trainer died before it could say
             raise Lost(f"step {step['step']} was trained without {step['sequences_lost']:g} of its sequences")
     first_s = next(record["time_s"] for record in records if record["kind"] == "acquired")
-    return Outcome(records[-1]["time_s"] - first_s, trained)
+    return Outcome(records[-1]["time_s"] - first_s, checked.steps, checked.figures())
 
 
 def _check_plans(record: dict[str, Any]) -> None:
@@ -238,15 +231,16 @@ def live(
     kill: Callable[[Chaos], None],
     seed: int = 0,
     say: Callable[[str], None] = print,
+    shape: Shape = ONE_OF_EACH,
 ) -> Outcome:
     """One run from start to end, and what `kill` does to it."""
     positions = steps * GROUPS_PER_STEP
-    arguments = [part for key, value in ARGUMENTS.items() for part in (f"--{key}", value)]
+    arguments = [part for key, value in shape.arguments.items() for part in (f"--{key}", value)]
     with launching(directory) as launch:
         bounds = ("--orchestrator.total-positions", str(positions), "--orchestrator.total-steps", str(2 * steps))
         gate = directory / f"{name}.gate"
-        run = launch(name, *arguments, *bounds, options=f"{OPTIONS}\n{gated(gate, positions)}")
-        chaos = Chaos(run, positions, gate, seed, say)
+        run = launch(name, *arguments, *bounds, options=f"{shape.options}\n{gated(gate, positions)}")
+        chaos = Chaos(run, shape.targets, positions, gate, seed, say)
         kill(chaos)
         chaos.finish()
         left = run.left_after(30.0)
@@ -263,9 +257,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="of the run; 0: two a kill")
     parser.add_argument("--every-s", type=float, default=0.0, help="kill by the clock, as long as the run goes")
+    parser.add_argument("--runners", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the trainer")
+    parser.add_argument("--offload", action="store_true", help="on vLLM, with KV in host memory and on disk")
     options = parser.parse_args(arguments)
     steps = options.steps or max(10, 2 * options.kills)
-    print(f"seed {options.seed}: {steps} steps of {GROUPS_PER_STEP} groups, {options.kills} kills", flush=True)
+    shape = Shape(options.runners, options.ranks, options.offload)
+    print(f"seed {options.seed}: {steps} steps of {GROUPS_PER_STEP} groups, {options.kills} kills; {shape}", flush=True)
 
     def kill(chaos: Chaos) -> None:
         if options.every_s:
@@ -278,22 +276,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(prefix="slip-") as directory:
         try:
-            calm = live(Path(directory), "calm", steps, lambda _: None)
-            killed = live(Path(directory), "killed", steps, kill, options.seed, say)
+            calm = live(Path(directory), "calm", steps, lambda _: None, shape=shape)
+            print(f"without kills: {calm.wall_s:.1f} s", flush=True)
+            killed = live(Path(directory), "killed", steps, kill, options.seed, say, shape)
         except Lost as lost:
             print(f"chaos: FAILED: {lost}")
             return 1
     if killed.trained.keys() != calm.trained.keys():
         print(f"chaos: FAILED: trained {sorted(killed.trained.keys() ^ calm.trained.keys())} in one run only")
         return 1
+    return 0 if tell(calm, killed, options.every_s) >= REQUIRED_RATIO else 1
+
+
+def tell(calm: Outcome, killed: Outcome, every_s: float) -> float:
+    """Print what the run came to; the effective training time ratio.
+
+    It is the time that the positions take without kills by the time with them. Where kills come by progress, closer
+    together than one a minute, it is worked out: a kill costs c = (with - without) / kills seconds on average, so
+    that of each minute with one kill 60 - c seconds get on, and the ratio is 1 - c / 60.
+    """
+    counts = Counter(kill.replica for kill in killed.kills)
+    print("kills: " + ", ".join(f"{count} {replica}" for replica, count in sorted(counts.items())))
+    print("journal: " + ", ".join(f"{name} {value}" for name, value in killed.figures.items()))
     cost_s = max(0.0, killed.wall_s - calm.wall_s) / max(1, len(killed.kills))
-    ratio = calm.wall_s / killed.wall_s if options.every_s else 1 - cost_s / KILL_PERIOD_S
+    ratio = calm.wall_s / killed.wall_s if every_s else 1 - cost_s / KILL_PERIOD_S
     print(
         f"chaos: {len(killed.kills)} kills, {len(killed.trained)} positions trained once each, as without kills; "
         f"{calm.wall_s:.1f} s without, {killed.wall_s:.1f} s with them, {cost_s:.1f} s a kill; effective training time "
-        f"ratio {ratio:.3f} at a kill every {options.every_s or KILL_PERIOD_S:g} s (at least {REQUIRED_RATIO} required)"
+        f"ratio {ratio:.3f} at a kill every {every_s or KILL_PERIOD_S:g} s (at least {REQUIRED_RATIO} required)"
     )
-    return 0 if ratio >= REQUIRED_RATIO else 1
+    return ratio
 
 
 if __name__ == "__main__":

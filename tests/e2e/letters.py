@@ -2,7 +2,7 @@
 
 The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
 group; `options.marker` is then to be found in its command line. With `options.fails` judging raises. The tasks that
-`options.gated` lists are judged once there is a file `options.gate`.
+`options.gated` lists are judged once there is a file `options.gate`. Prompts begin with `options.padding` letters.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Letters:
         self._marker = config.options.get("marker", "")
         self._gated = frozenset(config.options.get("gated", ()))
         self._gate = Path(config.options.get("gate", ""))
+        self._padding = "x" * int(config.options.get("padding", 0))
         self._fails = bool(config.options.get("fails", False))
 
     def task(self, split: Split, index: int) -> Task:
         return Task(split, index)
 
     def prompt(self, task: Task) -> str:
-        return f"{task.split} {task.index}\n"
+        return f"{self._padding}{task.split} {task.index}\n"
 
     async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
         if self._fails:

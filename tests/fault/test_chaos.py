@@ -14,6 +14,7 @@ STEPS = 16
 
 
 def test_a_run_whose_services_are_killed_trains_every_position_once(tmp_path: Path) -> None:
-    outcome = chaos.live(tmp_path, "killed", STEPS, lambda run: run.kill_by_progress(KILLS), seed=3)
+    shape = chaos.Shape(runners=2)
+    outcome = chaos.live(tmp_path, "killed", STEPS, lambda run: run.kill_by_progress(KILLS), seed=3, shape=shape)
     assert len(outcome.kills) == KILLS
     assert outcome.trained.keys() == set(range(STEPS * chaos.GROUPS_PER_STEP))

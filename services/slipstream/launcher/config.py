@@ -109,6 +109,10 @@ class LauncherSection(BaseConfig):
     restart_budget: int = Field(default=5, ge=0)
     """Restarts of one service before the run ends after all."""
 
+    max_backoff_s: float = Field(default=10.0, gt=0)
+    """Longest pause before a restart: it begins at half a second, and doubles with each death of a service that did not
+    run for a minute."""
+
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Time until every service answers health checks; then the run ends."""
 

@@ -146,6 +146,7 @@ def supervisor_of(config: RunConfig, run: RunDir, on_event: OnEvent | None = Non
     return Supervisor(
         restart=launcher.restart,
         restart_budget=launcher.restart_budget,
+        max_backoff_s=launcher.max_backoff_s,
         start_timeout_s=launcher.start_timeout_s,
         stop_timeout_s=launcher.stop_timeout_s,
         log_limit_bytes=launcher.log_limit_bytes,

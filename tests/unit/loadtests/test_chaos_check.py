@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import chaos
+import chaos_shape
 import pytest
 
 from slipstream.api.training.v1 import batch_pb2
@@ -77,3 +78,17 @@ def test_a_journal_that_breaks_one_is_told_by_it(
 def test_rows_that_were_lost_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(chaos.Lost, match="step 1 was trained without 2 of its sequences"):
         checked(tmp_path, good(), lost=2.0)
+
+
+def test_the_ratio_is_that_of_the_minutes_in_which_something_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    kills = [chaos.Kill("router", 1, 0.0), chaos.Kill("runner-1", 2, 1.0)]
+    calm, killed = chaos.Outcome(10.0, {0: 1}, {}), chaos.Outcome(22.0, {0: 1}, {"attempts": 3}, kills)
+    assert chaos.tell(calm, killed, 0.0) == pytest.approx(0.9)
+    assert chaos.tell(calm, killed, 60.0) == pytest.approx(10 / 22)
+    assert "kills: 1 router, 1 runner-1\njournal: attempts 3\n" in capsys.readouterr().out
+
+
+def test_every_process_of_a_shape_is_killed_in_its_turn() -> None:
+    several = {"runner-1", "runner-2", "trainer", "trainer-1", "prefill-1", "decode-1", "decode-2"}
+    assert set(chaos.Shape(runners=2, ranks=2).targets) == several | set(chaos_shape.SINGLE)
+    assert {"prefill-1", "decode-2"}.isdisjoint(chaos.Shape(offload=True).targets)

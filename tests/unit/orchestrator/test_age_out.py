@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +45,7 @@ def make(tmp_path) -> Iterator[Make]:
 
 
 def warnings(run: VirtualRun) -> list[dict[str, Any]]:
-    lines = (run.sequencer.config.run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "warning"]
+    return records_of(run, "warning")
 
 
 @pytest.mark.parametrize(("long_share", "quotas"), [(0.5, True), (0.25, False), (0.75, True)])
@@ -121,3 +122,40 @@ def test_an_environment_that_outlives_the_bound_is_named_with_its_p90_and_the_ch
     assert f'now "{policy}"' in warning["sentence"]
     assert all(f'"{choice}"' in warning["sentence"] for choice in POLICIES)
     assert list(run.state.to_proto().warnings) == [warning["sentence"]]
+
+
+@pytest.mark.parametrize("long_share", [0.5, 0.9])
+def test_with_too_many_tasks_that_never_end_regenerate_waits_no_longer_than_a_deadline_for_a_step(
+    tmp_path: Path, long_share: float
+) -> None:
+    """Their two attempts hold more than the slots that the bound leaves: steps wait until some of them fail."""
+    deadline_s = 600.0
+    options = {
+        "short": {"weight": 1 - long_share, "deadline_s": deadline_s},
+        "long": {"weight": long_share, "deadline_s": deadline_s},
+    }
+    run = VirtualRun(
+        tmp_path,
+        {"short": 1.0, "long": 1e9},
+        environment=options,
+        step_s=STEP_S,
+        groups_per_step=GROUPS,
+        max_off_policy_steps=BOUND,
+        total_steps=40,
+    )
+    run.run(40 * (deadline_s + STEP_S))
+    assert run.trained == {"short": 40 * GROUPS}
+    assert set(run.ends()["long"]) <= {"aged_out", "failed", "dropped"}
+    assert max(map(len, run.attempts.values())) <= 2
+    times_s = [at_s for at_s, _ in run.served]
+    waits_s = [later - earlier for earlier, later in pairwise(times_s)]
+    # A runner fails a group at its deadline, and the sequencer's watch gives up what no runner answers for soon after.
+    assert max(waits_s) <= deadline_s + STEP_S + 10
+    assert 0 < sum(wait_s > 2 * STEP_S for wait_s in waits_s) <= 3, "once it is backed off, nothing waits for it"
+    assert "backed_off" in {record["state"] for record in records_of(run, "environment")}, "its positions were parked"
+    run.close()
+
+
+def records_of(run: VirtualRun, kind: str) -> list[dict[str, Any]]:
+    lines = (run.sequencer.config.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]

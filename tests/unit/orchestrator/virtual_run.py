@@ -77,7 +77,8 @@ class VirtualRun:
         self.most_running: Counter[str] = Counter()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
-        self._served: list[tuple[float, int]] = [(0.0, 0)]
+        self.served: list[tuple[float, int]] = [(0.0, 0)]
+        """Since when each step was."""
         self._training = False
         self.sequencer.serving_advanced(PolicyVersion(1, 0))
         self.state.enter(RunPhase.TRAINING)
@@ -160,7 +161,7 @@ class VirtualRun:
         steps = Counter[int]()
         for index in range(TOKENS):
             at = begun_s + (self.now - begun_s) * index / TOKENS
-            steps[max(step for since_s, step in self._served if since_s <= at)] += 1
+            steps[max(step for since_s, step in self.served if since_s <= at)] += 1
         return [
             types_pb2.VersionSpan(token_count=count, version=PolicyVersion(1, step).to_proto())
             for step, count in sorted(steps.items())
@@ -195,7 +196,7 @@ class VirtualRun:
             self.trained[group.environment] += 1
 
         def served() -> None:
-            self._served.append((self.now, step))
+            self.served.append((self.now, step))
             self.sequencer.serving_advanced(PolicyVersion(1, step))
 
         self._after(UPDATE_S, served)
