@@ -153,7 +153,7 @@ class Orchestrator:
             ),
             (
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-                RolloutServicer(self.state, self.sequencer, self.desk),
+                RolloutServicer(self.state, self.sequencer, self.desk, self.journal),
                 "slipstream.api.rollout.v1.RolloutService",
             ),
             (

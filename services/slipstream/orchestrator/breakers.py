@@ -100,6 +100,18 @@ class Breakers:
             breaker.due_at, breaker.probe = now + breaker.pause_s, None
         return False
 
+    def pause_s(self, environment: str) -> float:
+        """Between tries of it; 0 while it is let through."""
+        breaker = self._open.get(environment)
+        return 0.0 if breaker is None else breaker.pause_s
+
+    def reopened(self, environment: str, pause_s: float) -> bool:
+        """An earlier process had opened it: its next try is a pause away. False where there is no such environment."""
+        if environment not in self._environments:
+            return False
+        self._open[environment] = Breaker(pause_s, self._clock() + pause_s)
+        return True
+
     def succeeded(self, environment: str) -> bool:
         """A group ended well; True when that closed the breaker."""
         return self._open.pop(environment, None) is not None

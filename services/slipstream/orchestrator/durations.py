@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from slipstream.algorithms.staleness import AgeOut
+from slipstream.orchestrator.replay import KEPT_DURATIONS, KEPT_STEP_TIMES
 from slipstream.orchestrator.run_state import RunState
 
-_KEPT_GROUPS = 128
-_KEPT_STEPS = 16
 _FEWEST_GROUPS = 10
 _FEWEST_STEPS = 3
 _OVER_BELOW = 0.8
@@ -37,8 +35,9 @@ class Durations:
         self._steps = max_off_policy_steps + 1
         self._state = state
         self._clock = clock
-        self._groups = {name: deque[tuple[float, float]](maxlen=_KEPT_GROUPS) for name in policies}
-        self._trained = deque[float](maxlen=_KEPT_STEPS + 1)
+        self._groups = {name: deque[tuple[float, float]](maxlen=KEPT_DURATIONS) for name in policies}
+        self._between_s = deque[float](maxlen=KEPT_STEP_TIMES)
+        self._trained_at: float | None = None
 
     def ended(self, environment: str, duration_s: float) -> None:
         """A group ended by itself after this time."""
@@ -50,7 +49,10 @@ class Durations:
 
     def trained(self) -> None:
         """A step was trained: look whether its time is enough for everybody."""
-        self._trained.append(self._clock())
+        now = self._clock()
+        if self._trained_at is not None:
+            self._between_s.append(now - self._trained_at)
+        self._trained_at = now
         step_s = self.step_s
         if step_s is None:
             return
@@ -77,8 +79,16 @@ class Durations:
     @property
     def step_s(self) -> float | None:
         """Median time of a step, waits included; None before a few are trained."""
-        between = [later - earlier for earlier, later in pairwise(self._trained)]
-        return median(between) if len(between) >= _FEWEST_STEPS else None
+        return median(self._between_s) if len(self._between_s) >= _FEWEST_STEPS else None
+
+    def restore(self, groups: Mapping[str, Sequence[Sequence[float | None]]], step_times_s: Sequence[float]) -> None:
+        """Go on with what earlier processes saw."""
+        for name, known in groups.items():
+            if name in self._groups:
+                self._groups[name].extend(
+                    (math.inf if took_s is None else took_s, least_s or 0.0) for took_s, least_s in known
+                )
+        self._between_s.extend(step_times_s)
 
     def p90_s(self, environment: str) -> tuple[float, float]:
         """The 90th percentile, infinite where such a group was cut off, and what it is at least; 0 of too few."""

@@ -7,20 +7,24 @@ environments had no success for `failing_environment_timeout_s`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import SandboxAway, TeacherAway
 from slipstream.orchestrator.breakers import Breakers
+from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.run_state import ENVIRONMENTS, RunState
 
 log = structlog.get_logger()
 
 MAX_DETAIL_CHARS = 512
+KEPT_GROUPS = 64
+"""Names of groups that the journal keeps of a streak."""
 TOO_FEW_MEMBERS = "TOO_FEW_MEMBERS"
 BAD_ADVANTAGES = "BAD_ADVANTAGES"
 OUTAGES = frozenset({SandboxAway.reason, TeacherAway.reason})
@@ -51,7 +55,15 @@ class FailureStreak:
 class Failures:
     """Counts groups that ended by environment, and those of them that failed."""
 
-    def __init__(self, metrics: MetricsFile, clock: Callable[[], float], breakers: Breakers, state: RunState) -> None:
+    def __init__(
+        self,
+        metrics: MetricsFile,
+        clock: Callable[[], float],
+        breakers: Breakers,
+        state: RunState,
+        journal: Journal,
+    ) -> None:
+        self._journal = journal
         self._metrics = metrics
         self._clock = clock
         self._breakers = breakers
@@ -65,6 +77,7 @@ class Failures:
         self._ended[environment] += not counted
         streak = self.streaks.pop(environment, None)
         if self._breakers.succeeded(environment):
+            self._journal.append("healed", environment=environment)
             away_s = self._clock() - streak.since if streak else 0.0
             log.info("environment_healed", environment=environment, after_s=round(away_s, 1))
             self._metrics.write("environment", environment=environment, state="healed", after_s=away_s)
@@ -104,16 +117,43 @@ class Failures:
             self._write(group, report.reason, detail, runner_id)
 
     def _back_off(self, name: str, key: tuple[str, int], streak: FailureStreak, *, outage: bool) -> None:
-        if not self._breakers.failed(name, key, streak.count, outage=outage):
-            return
+        before_s = self._breakers.pause_s(name)
+        opened = self._breakers.failed(name, key, streak.count, outage=outage)
+        pause_s = self._breakers.pause_s(name)
+        if opened or pause_s != before_s:
+            self._journal.append(
+                "backed_off",
+                environment=name,
+                pause_s=pause_s,
+                failing_s=round(self._clock() - streak.since, 3),
+                count=streak.count,
+                groups=sorted(streak.groups)[-KEPT_GROUPS:],
+                detail=streak.detail,
+                runner=streak.runner_id,
+            )
+        if opened:
+            self._metrics.write("environment", environment=name, state="backed_off", detail=streak.detail)
+            self._show(name, streak)
+
+    def _show(self, name: str, streak: FailureStreak) -> None:
         sentence = f"environment {name!r} is backed off and tried now and then: {streak.detail}"
-        self._metrics.write("environment", environment=name, state="backed_off", detail=streak.detail)
         self._state.warn(_topic(name), sentence, environment=name)
         if self._breakers.all_open:
             every = len(self._breakers.open) > 1
             self._state.pause(
                 ENVIRONMENTS, f"every environment is backed off, the last as {sentence}" if every else sentence
             )
+
+    def restore(self, backed_off: Mapping[str, Mapping[str, Any]], time_s: float) -> None:
+        """Go on with what an earlier process had backed off, whose last word was at `time_s`."""
+        for name, said in backed_off.items():
+            if not self._breakers.reopened(name, said["pause_s"]):
+                continue  # the run has no such environment any more
+            failing_s = said["failing_s"] + max(0.0, time_s - said["time_s"])
+            streak = FailureStreak(said["count"], self._clock() - failing_s, said["detail"], said["runner"])
+            streak.groups.update(said["groups"])
+            self.streaks[name] = streak
+            self._show(name, streak)
 
     def pardon(self, now: float) -> None:
         """The run was paused for another reason: no streak grew longer meanwhile."""

@@ -98,7 +98,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Lets third parties ask for rollouts beside the training sequence."""
 
-    def __init__(self, state: RunState, sequencer: Sequencer, desk: SessionDesk) -> None:
+    def __init__(self, state: RunState, sequencer: Sequencer, desk: SessionDesk, journal: Journal) -> None:
+        self._journal = journal
         self._state = state
         self._sequencer = sequencer
         self._desk = desk
@@ -115,9 +116,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         name, known = request.task.environment, self._sequencer.environments
         if request.HasField("task") and name not in known:
             raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
-        group = self._groups.create(request)
+        group = self._groups.asked(request) or self._groups.create(request)
         answer = rollout_pb2.CreateRolloutResponse(rollout=group.rollout)
         self._sequencer.admission_may_have_opened()
+        await self._journal.settle()
         return answer
 
     async def GetRollout(
@@ -163,6 +165,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.CancelRolloutRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.CancelRolloutResponse:
         self._sequencer.cancel_external(request.group_id)
+        await self._journal.settle()
         return rollout_pb2.CancelRolloutResponse(rollout=self._groups.get(request.group_id).rollout)
 
     @ends_on_drain

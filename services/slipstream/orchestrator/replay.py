@@ -16,6 +16,8 @@
 | retrained | it has taken this step once more |
 | checkpoint | the newest checkpoint is of this step |
 | evaluating, evaluated | an evaluation began, and what it found |
+| backed_off, healed | an environment that only fails is tried now and then; it ended well again |
+| external | what a third party's group came to: asked for, taken, waiting again, ended |
 | paused, unpaused | a client holds the run, or lets it go on |
 | session | a session of an outside agent was opened, was closed, or has ended |
 | run_ended | the run is over |
@@ -26,10 +28,9 @@ Numbers of attempts go on where they stopped, whatever became of the one before:
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ from slipstream.api.training.v1 import batch_pb2
 from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator.assignments import group_id_of
+from slipstream.orchestrator.packed import unpack
 from slipstream.orchestrator.run_state import AccuracyResult
 from slipstream.orchestrator.sealer import SealedPlan, references
 from slipstream.orchestrator.session_history import KeptSession, session_of
@@ -49,21 +51,16 @@ KEPT_SESSIONS = 1000
 KEPT_STEPS = 2
 """Plans of covered steps that are kept for a repeat of GetPlan, which is possible only shortly after."""
 
+KEPT_DURATIONS = 128
+KEPT_STEP_TIMES = 16
+KEPT_EXTERNAL = 1000
+KEPT_EXTERNAL_BYTES = 8 << 20
+"""Of third parties' groups that have ended, packed: older ones are not known after a restart."""
 
 SUMMED_UP = (
-    *(
-        "run_id",
-        "seed",
-        "bound",
-        "ended",
-        "reason",
-        "paused",
-        "incarnation",
-        "lineage_step",
-        "sealed_step",
-        "trained_step",
-    ),
-    *("next_position", "checkpoint_step", "released_step", "totals"),
+    *("run_id", "seed", "bound", "ended", "reason", "paused", "incarnation", "lineage_step", "sealed_step"),
+    *("trained_step", "next_position", "checkpoint_step", "released_step", "totals", "skipped_in_a_row", "began_s"),
+    *("time_s", "backed_off", "durations", "step_times_s", "last_trained_s", "external"),
 )
 """Fields of a `History` that a summary has as they are."""
 
@@ -74,6 +71,8 @@ class Dispatch:
 
     version: PolicyVersion
     runner_id: str
+    begun_s: float
+    """When, in Unix seconds."""
     sessions: bool = False
     """Its members are sessions of an outside agent."""
 
@@ -121,6 +120,19 @@ class History:
     counted: dict[int, int] = field(default_factory=dict[int, int])
     """Of `groups`: attempts that those rates have taken in."""
     totals: dict[str, Any] = field(default_factory=dict[str, Any])
+    began_s: float = 0.0
+    """When the latest process began, in Unix seconds: how long what was under way before took, nobody measured."""
+    time_s: float = 0.0
+    """When the last record was appended."""
+    skipped_in_a_row: int = 0
+    backed_off: dict[str, Record] = field(default_factory=dict[str, Record])
+    """By environment: what was said of it last."""
+    durations: dict[str, list[list[float | None]]] = field(default_factory=dict[str, list[list[float | None]]])
+    """By environment, of the newest groups: how long, None where that was cut off, and how long at least."""
+    step_times_s: list[float] = field(default_factory=list[float])
+    last_trained_s: float | None = None
+    external: dict[str, Record] = field(default_factory=dict[str, Record])
+    """By group: what was said last of it, with what was asked for as long as it has not ended."""
     sessions: dict[str, KeptSession] = field(default_factory=dict[str, KeptSession])
     """By name, in the order in which they were opened: those that have not ended, and the newest that have."""
     ended_sessions: deque[str] = field(default_factory=deque[str])
@@ -143,6 +155,7 @@ class History:
             return
         try:
             handle(self, record)
+            self.time_s = record.get("time_s", self.time_s)
         except (KeyError, ValueError) as error:
             number, kind = record.get("n"), record["kind"]
             raise JournalCorrupt(
@@ -155,7 +168,7 @@ class History:
         if self.run_id:
             return
         for name in SUMMED_UP:
-            setattr(self, name, record[name])
+            setattr(self, name, deepcopy(record[name]))
         self.serving = PolicyVersion.parse(record["serving"])
         self.outcomes.update({Outcome(name): count for name, count in record["outcomes"].items()})
         self.evaluation_starts.update(record["evaluation_starts"])
@@ -174,16 +187,20 @@ class History:
             self.groups[position] = Group(position, self.environment_of(position), phase, **fields)
             if "version" in known:
                 version = PolicyVersion.parse(known["version"])
-                self.dispatches[position] = Dispatch(version, known["runner"], known["sessions"])
+                self.dispatches[position] = Dispatch(version, known["runner"], known["begun_s"], known["sessions"])
 
     def _run(self, record: Record) -> None:
         self.run_id, self.seed = record["run_id"], record["seed"]
-        self.bound = record.get("max_off_policy_steps")
+        self._begin(record)
 
     def _resumed(self, record: Record) -> None:
-        self.bound = record.get("max_off_policy_steps")
+        self._begin(record)
         if self.ended == "failed":
             self.ended = self.reason = ""
+
+    def _begin(self, record: Record) -> None:
+        self.bound = record.get("max_off_policy_steps")
+        self.began_s, self.last_trained_s = record.get("time_s", 0.0), None
 
     def _run_ended(self, record: Record) -> None:
         self.ended, self.reason = record["state"], record["reason"]
@@ -207,10 +224,14 @@ class History:
         group.phase, group.dispatch_step = Phase.RUNNING, version.step
         if "task" in record:
             self.tasks[position] = record["task"]
-        self.dispatches[position] = Dispatch(version, record["runner"], record.get("sessions", False))
+        self.dispatches[position] = Dispatch(
+            version, record["runner"], record.get("time_s", 0.0), record.get("sessions", False)
+        )
 
     def _reported(self, record: Record) -> None:
-        self._attempt(record).phase = Phase.SCORED
+        group = self._attempt(record)
+        self._time(group, record)
+        group.phase = Phase.SCORED
         self._succeeded(record)
 
     def _succeeded(self, record: Record) -> None:
@@ -229,13 +250,17 @@ class History:
 
     def _regenerated(self, record: Record) -> None:
         group = self._attempt(record)
+        self._time(group, record, cut_off=True)
         group.phase = Phase.WAITING
         group.regenerations += 1
 
     def _ended(self, record: Record) -> None:
         self._reach(record["position"])
         self._succeeded(record)
-        self._end(self._attempt(record), Outcome(record["outcome"]))
+        group, outcome = self._attempt(record), Outcome(record["outcome"])
+        if outcome in (Outcome.FILTERED, Outcome.AGED_OUT):
+            self._time(group, record, cut_off=outcome is Outcome.AGED_OUT)
+        self._end(group, outcome)
 
     def _sealed(self, record: Record) -> None:
         step = record["step"]
@@ -255,7 +280,30 @@ class History:
             self._end(group, Outcome(record["kind"]))
         self.trained_step = self.lineage_step = step
         self.totals = record["totals"]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if record["kind"] == Outcome.SKIPPED else 0
+        now_s = record.get("time_s", 0.0)
+        if self.last_trained_s is not None:
+            self.step_times_s = [*self.step_times_s, now_s - self.last_trained_s][-KEPT_STEP_TIMES:]
+        self.last_trained_s = now_s
         self._let_go()
+
+    def _backed_off(self, record: Record) -> None:
+        self.backed_off[record["environment"]] = record
+
+    def _healed(self, record: Record) -> None:
+        self.backed_off.pop(record["environment"], None)
+
+    def _external(self, record: Record) -> None:
+        name = record["group"]
+        asked = {} if record["rollout"] else {"request": self.external.get(name, {}).get("request")}
+        self.external[name] = {**asked, **record}
+        ended = [(each, said) for each, said in self.external.items() if said["rollout"]]
+        size_bytes = sum(len(said["rollout"]) for _, said in ended)
+        for each, said in ended[:-1]:
+            if len(ended) <= KEPT_EXTERNAL and size_bytes <= KEPT_EXTERNAL_BYTES:
+                break
+            size_bytes -= len(said["rollout"])
+            del self.external[each]
 
     def _restored(self, record: Record) -> None:
         self.incarnation, self.lineage_step = record["incarnation"], record["step"]
@@ -304,6 +352,15 @@ class History:
             raise ValueError(f"attempt {record['attempt']} at position {record['position']} is not open")
         return group
 
+    def _time(self, group: Group, record: Record, *, cut_off: bool = False) -> None:
+        """How long an attempt took that ends here; one that had ended before, or outlived a process, says nothing."""
+        begun_s = self.dispatches[group.position].begun_s if group.position in self.dispatches else 0.0
+        if group.phase is Phase.RUNNING and begun_s >= self.began_s:
+            took_s = record.get("time_s", 0.0) - begun_s
+            times = self.durations.setdefault(group.environment, [])
+            times.append([None if cut_off else took_s, took_s])
+            del times[:-KEPT_DURATIONS]
+
     def _end(self, group: Group, outcome: Outcome) -> None:
         self.outcomes[outcome] += 1
         del self.groups[group.position]
@@ -322,6 +379,9 @@ _KINDS: dict[str, Callable[[History, Record], None]] = {
     "run": History._run,
     "resumed": History._resumed,
     "run_ended": History._run_ended,
+    "backed_off": History._backed_off,
+    "healed": History._healed,
+    "external": History._external,
     "paused": History._paused,
     "unpaused": History._unpaused,
     "serving": History._serving,
@@ -354,11 +414,6 @@ def replay(records: Iterable[Record], environment_of: Callable[[int], str]) -> H
     return history
 
 
-def packed(plan: batch_pb2.Plan) -> str:
-    """Return a plan as the journal keeps it."""
-    return base64.b64encode(zlib.compress(plan.SerializeToString(), 1)).decode()
-
-
 def unpacked(text: str) -> batch_pb2.Plan:
     """Return a plan from the journal."""
-    return batch_pb2.Plan.FromString(zlib.decompress(base64.b64decode(text)))
+    return unpack(text, batch_pb2.Plan)

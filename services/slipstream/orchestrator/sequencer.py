@@ -36,8 +36,9 @@ from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.keeper import Worker
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
+from slipstream.orchestrator.packed import packed
 from slipstream.orchestrator.records import check_records
-from slipstream.orchestrator.replay import KEPT_STEPS, History, packed
+from slipstream.orchestrator.replay import KEPT_STEPS, History
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_advantages, record_rows
 from slipstream.orchestrator.sessions import Sessions
@@ -106,7 +107,7 @@ class Sequencer:
         )
         self.curriculum = Curriculum(self.tasks, self.environments)
         self.external = ExternalGroups(
-            config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes
+            config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes, journal.append
         )
         self.sessions = Sessions(
             config.sessions,
@@ -127,7 +128,7 @@ class Sequencer:
         self.machine.blocked = self.breakers.blocks
         self.concurrency = ConcurrencyGate(config.concurrency, config.shares, config.samples_per_group, metrics, clock)
         self.concurrency.backed_off = lambda: self.breakers.open
-        self.failures = Failures(metrics, clock, self.breakers, state)
+        self.failures = Failures(metrics, clock, self.breakers, state, journal)
         self.durations = Durations(self.machine.age_out, config.max_off_policy_steps, state, clock)
         self.group_figures = GroupFigures(self.environments, clock)
         self.traces = GroupTraces(clock)
@@ -178,6 +179,11 @@ class Sequencer:
         self.plans = {step: history.plan(step) for step in history.sealed}
         self.totals.restore(history.totals)
         self.state.step = history.trained_step
+        self.failures.restore(history.backed_off, history.time_s)
+        self.durations.restore(history.durations, history.step_times_s)
+        skipped = range(history.trained_step - history.skipped_in_a_row + 1, history.trained_step + 1)
+        self.skipped.restore([self.plans[step] for step in skipped if step in self.plans])
+        self.external.restore(history.external)
         self.curriculum.restore(history)
         self.sessions.restore(history.sessions.values(), {group.position: group.attempt for group in machine})
         self._give_up(given_up)

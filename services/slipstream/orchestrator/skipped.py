@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.common.disk import replace_file
@@ -21,6 +22,10 @@ class SkippedSteps:
         self._in_a_row: list[SealedPlan] = []
         self.sentence = ""
         """Why the run cannot go on; empty while it can."""
+
+    def restore(self, plans: Sequence[SealedPlan]) -> None:
+        """Go on with the steps that an earlier process skipped last."""
+        self._in_a_row = list(plans)
 
     def note(self, plan: SealedPlan, *, skipped: bool) -> None:
         """Take in what became of a step."""

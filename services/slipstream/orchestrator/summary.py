@@ -42,7 +42,13 @@ def _group(group: Group, dispatch: Dispatch | None) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(group).items() if name not in ("environment", "outcome")}
     if dispatch is None:
         return fields
-    return {**fields, "version": str(dispatch.version), "runner": dispatch.runner_id, "sessions": dispatch.sessions}
+    return {
+        **fields,
+        "version": str(dispatch.version),
+        "runner": dispatch.runner_id,
+        "begun_s": dispatch.begun_s,
+        "sessions": dispatch.sessions,
+    }
 
 
 class Summarizer:

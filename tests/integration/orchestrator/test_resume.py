@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
-from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
 from slipstream.api.run.v1 import run_pb2
-from slipstream.orchestrator.config import EnvironmentConfig
+from slipstream.orchestrator.config import BreakerConfig, EnvironmentConfig
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.journal_check import check_records
 
@@ -85,6 +86,58 @@ async def test_what_was_acknowledged_outlives_a_loss_of_power(
         await world.runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="2"), timeout=10)
         assert (await world.run()).state == run_pb2.RUN_STATE_RUNNING
     assert check_records(read_journal(path).records).processes == 2
+
+
+async def test_a_restarted_orchestrator_knows_the_groups_of_third_parties_and_what_it_had_backed_off(
+    make_world: Make,
+) -> None:
+    fields = {
+        "groups_per_step": 1,
+        "breaker": BreakerConfig(open_after_failures=1, first_pause_s=30.0, max_pause_s=30.0),
+        "environments": [EnvironmentConfig(name="words")],
+    }
+    asked = [
+        rollout_pb2.CreateRolloutRequest(
+            request_id=f"third-{number}", prompt="hello", sample_count=1, labels={"n": "1"}
+        )
+        for number in range(3)
+    ]
+    async with make_world(**fields) as world:
+        world.publish(0)
+        created = [(await world.rollouts.CreateRollout(request)).rollout.group_id for request in asked]
+        groups = await world.acquire(count=2, wait_ms=5000)
+        assert [group.group_id for group in groups] == created[:2]
+        await world.report(world.finished(groups[0]))
+        others = await world.acquire(count=2, wait_ms=5000)
+        (training,) = [group for group in others if group.group_id not in created]
+        await world.report(world.failed(training))
+        before = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created[0]))).rollout
+        reason = (await world.run()).reason
+        assert "is backed off and tried now and then" in reason
+    async with make_world(**fields) as world:
+        run = await world.run()
+        assert (run.state, run.reason) == (run_pb2.RUN_STATE_PAUSED, reason)
+        after = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created[0]))).rollout
+        assert after == before
+        again = [(await world.rollouts.CreateRollout(request)).rollout for request in asked]
+        assert [rollout.group_id for rollout in again] == created, "a repeat starts nothing"
+        queued = rollout_pb2.ROLLOUT_STATE_QUEUED
+        assert [rollout.state for rollout in again] == [rollout_pb2.ROLLOUT_STATE_FINISHED, queued, queued]
+        assert [dict(rollout.labels) for rollout in again] == [{"n": "1"}] * 3
+        seen = max(rollout.sequence for rollout in again)
+        assert min(rollout.sequence for rollout in again[1:]) > before.sequence, (
+            "a watcher that goes on sees them change"
+        )
+        other = rollout_pb2.CreateRolloutRequest(request_id="third-1", prompt="other", sample_count=1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.rollouts.CreateRollout(other)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        world.publish(0)
+        taken = await world.acquire(count=2, wait_ms=5000)
+        assert [(group.group_id, group.attempt) for group in taken] == [(created[1], 2), (created[2], 2)]
+        await world.report(*map(world.finished, taken))
+        ended = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created[1]))).rollout
+        assert (ended.state, ended.sequence > seen) == (rollout_pb2.ROLLOUT_STATE_FINISHED, True)
 
 
 async def test_a_run_of_so_many_positions_ends_with_what_is_left_for_its_last_step(

@@ -14,7 +14,7 @@ import pytest
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.orchestrator.journal import Journal
-from slipstream.orchestrator.replay import packed
+from slipstream.orchestrator.packed import packed
 
 V12, V15, V23 = ((1, 2), (1, 5), (2, 3))
 POSITIONS = 4

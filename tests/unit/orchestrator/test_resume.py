@@ -110,6 +110,35 @@ def test_the_journal_of_another_run_is_refused(found, run) -> None:
         found({**run, "run_id": "other"})
 
 
+def test_how_long_groups_and_steps_took_is_known_unless_nobody_measured_it(found, run) -> None:
+    records = [
+        {**run, "time_s": 0.0},
+        {**SERVED, "time_s": 0.0},
+        *({**ACQUIRED, "position": position, "time_s": 1.0} for position in range(4)),
+        {"kind": "reported", "position": 0, "attempt": 1, "time_s": 4.0},
+        {"kind": "regenerated", "position": 1, "attempt": 1, "time_s": 6.0},
+        {"kind": "sealed", "step": 1, "positions": [0], "attempts": [1], "plans": [], "figures": {}, "time_s": 6.0},
+        {"kind": "trained", "step": 1, "totals": {}, "time_s": 7.0},
+        {"kind": "ended", "position": 2, "attempt": 1, "outcome": "filtered", "time_s": 8.0},
+        {"kind": "sealed", "step": 2, "positions": [], "attempts": [], "plans": [], "figures": {}, "time_s": 9.0},
+        {"kind": "skipped", "step": 2, "totals": {}, "time_s": 10.0},
+        {**run, "kind": "resumed", "time_s": 1000.0},
+        {"kind": "reported", "position": 3, "attempt": 1, "time_s": 1001.0},
+        {"kind": "sealed", "step": 3, "positions": [], "attempts": [], "plans": [], "figures": {}, "time_s": 1001.0},
+        {"kind": "skipped", "step": 3, "totals": {}, "time_s": 1002.0},
+    ]
+    history = found(*records)
+    assert history.durations == {"words": [[3.0, 3.0], [None, 5.0], [7.0, 7.0]]}
+    assert (history.step_times_s, history.skipped_in_a_row) == ([3.0], 2)
+
+
+def test_what_was_backed_off_is_known_with_its_last_pause(found, run) -> None:
+    said = {"kind": "backed_off", "environment": "words", "pause_s": 1.0}
+    history = found(run, said, {**said, "environment": "other"}, {**said, "pause_s": 2.0})
+    assert {name: record["pause_s"] for name, record in history.backed_off.items()} == {"words": 2.0, "other": 1.0}
+    assert found({"kind": "healed", "environment": "words"}).backed_off.keys() == {"other"}
+
+
 def test_a_summary_stands_for_the_records_before_it(found, run) -> None:
     whole = found(run, SERVED, ACQUIRED, {**ACQUIRED, "position": 1}, {"kind": "reported", "position": 1, "attempt": 1})
     lost = {"kind": "lost", "position": 0, "attempt": 1, "counted": True}
