@@ -96,7 +96,7 @@ async def evaluate_run(
                     watch.run(lambda: len(problems), max(e.deadline_s for e, _ in environments))
                 )
                 asked = [group.create_task(ask(environment, index)) for environment, index in tasks]
-                await asyncio.gather(*asked)
+                await asyncio.wait(asked)  # not `gather`: who has enough cancels each of them once
                 watching.cancel()
         except* LauncherError as failed:
             raise failed.exceptions[0] from None

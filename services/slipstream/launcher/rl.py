@@ -137,7 +137,8 @@ def restart_sentence(kind: str, fields: Mapping[str, object], budget: int) -> st
     if kind != "service_restart":
         return ""
     of = "" if fields["always"] else f" of {budget}"
-    return f"{fields['replica']} died ({fields['reason']}) and is started again; restart {fields['restart']}{of}"
+    why = f"{fields['reason']}: {fields['said']}" if fields["said"] else fields["reason"]
+    return f"{fields['replica']} died ({why}) and is started again; restart {fields['restart']}{of}"
 
 
 def supervisor_of(config: RunConfig, run: RunDir, on_event: OnEvent | None = None) -> Supervisor:

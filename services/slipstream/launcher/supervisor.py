@@ -192,6 +192,7 @@ class Supervisor:
             restart=count + 1,
             delay_s=delay_s,
             reason=reason,
+            said=last_words(spec.output_file) if "exited with code" in reason else "",
             always=spec.always_restart,
         )
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc, runner_pb2
+from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.common.config import ListenConfig, ServiceConfig
 from slipstream.common.errors import RolloutUnknown
 from slipstream.common.runtime import build_server
+from slipstream.launcher import evaluate_run as evaluate_run_module
+from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.evaluate_run import Asking, evaluate_run
 from slipstream.launcher.ports import write_endpoints
 from slipstream.launcher.rundir import RunDir
@@ -23,8 +28,8 @@ GIVE_UP_S = 30.0
 class Orchestrator(rollout_pb2_grpc.RolloutServiceServicer):
     """Answers groups, but for the first so many, which it forgets; or none at all."""
 
-    def __init__(self, *, forgets: int = 0, answers: bool = True) -> None:
-        self.forgets, self.answers = forgets, answers
+    def __init__(self, *, forgets: int = 0, answers: bool = True, paused: str = "") -> None:
+        self.forgets, self.answers, self.paused = forgets, answers, paused
         self.created: list[str] = []
         self.looked_at: set[str] = set()
         self.cancelled: list[str] = []
@@ -51,11 +56,23 @@ class Orchestrator(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.Rollout(group_id=group_id, state=rollout_pb2.ROLLOUT_STATE_RUNNING)
 
 
+class RunService(run_pb2_grpc.RunServiceServicer):
+    """Says whether the run is paused."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
+        paused = run_pb2.RUN_STATE_PAUSED if self._orchestrator.paused else run_pb2.RUN_STATE_RUNNING
+        return run_pb2.GetRunResponse(run=run_pb2.Run(state=paused, reason=self._orchestrator.paused))
+
+
 @asynccontextmanager
 async def running(orchestrator: Orchestrator, tmp_path: Path) -> AsyncIterator[RunDir]:
     config = ServiceConfig(run_id="run", run_dir=tmp_path, listen=ListenConfig(), drain_timeout_s=1.0)
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-    server, port = build_server(config, [(add, orchestrator, "RolloutService")])
+    run_service = (run_pb2_grpc.add_RunServiceServicer_to_server, RunService(orchestrator), "RunService")
+    server, port = build_server(config, [(add, orchestrator, "RolloutService"), run_service])
     await server.start()
     run = RunDir(tmp_path)
     write_endpoints(run.endpoints_file, {"orchestrator": f"127.0.0.1:{port}"})
@@ -69,7 +86,7 @@ async def running(orchestrator: Orchestrator, tmp_path: Path) -> AsyncIterator[R
 
 
 def asked(run: RunDir, problems: int, parallel: int = 4) -> Any:
-    words = cast(Any, SimpleNamespace(name="words", temperature=1.0, max_new_tokens=4))
+    words = cast(Any, SimpleNamespace(name="words", temperature=1.0, max_new_tokens=4, deadline_s=60.0))
     return evaluate_run(run, [(words, problems)], Asking(1, None, 0, parallel), lambda done, of: None)
 
 
@@ -92,3 +109,24 @@ async def test_what_nobody_waits_for_any_more_is_cancelled(tmp_path: Path) -> No
         await asyncio.wait([asking])
     assert asking.cancelled()
     assert sorted(orchestrator.cancelled) == ["external-1", "external-2"]
+
+
+async def test_a_run_that_stays_paused_is_given_up_with_its_reason_and_what_can_be_asked(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(evaluate_run_module, "PAUSED_S", 0.5)
+    orchestrator = Orchestrator(answers=False, paused="lunch")
+    async with running(orchestrator, tmp_path) as run, asyncio.timeout(GIVE_UP_S):
+        with pytest.raises(LauncherError, match=r"is paused \(lunch\), and answers nothing until it goes on$"):
+            await asked(run, 2)
+        saved = tmp_path / "checkpoints" / "1.2"
+        saved.mkdir(parents=True)
+        (saved / "COMPLETE").touch()
+        with pytest.raises(LauncherError, match=r"goes on; a checkpoint can be asked: .* --checkpoint newest$"):
+            await asked(run, 2)
+
+
+async def test_a_run_that_answers_nothing_is_given_up_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(evaluate_run_module, "AWAY_S", -179.0)  # less three times the environment's deadline: 1 s
+    orchestrator = Orchestrator(answers=False)
+    async with running(orchestrator, tmp_path) as run, asyncio.timeout(GIVE_UP_S):
+        with pytest.raises(LauncherError, match="has answered nothing for"):
+            await asked(run, 2)
