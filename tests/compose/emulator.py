@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -261,6 +263,16 @@ def reached(containers: Mapping[str, Container]) -> dict[str, bool]:
     return found
 
 
+def asked_of_gateway(certs: Path) -> list[Any]:
+    """What an agent without a key is told: the status and the code of OpenAI's error."""
+    context = ssl.create_default_context(cafile=certs / "ca.pem")
+    connection = http.client.HTTPSConnection("gateway", 7080, timeout=30, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", "/v1/models", headers={"authorization": "Bearer none"})
+        answer = connection.getresponse()
+        return [answer.status, json.load(answer)["error"]["code"]]
+
+
 def main() -> None:
     file, directory, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     stack = Stack(file, directory, json.load(sys.stdin))
@@ -268,6 +280,7 @@ def main() -> None:
         stack.up()
         [run_dir] = (directory / "volumes" / "runs").iterdir()
         seen: dict[str, Any] = {"ports": reached(stack.containers)}
+        seen["gateway"] = asked_of_gateway(run_dir / "certs")
         seen["steps"] = asyncio.run(train(stack, run_dir, steps))
         tools = stack.containers["init"]
         seen["status"] = tools.run(["slipstream", "status", f"/runs/{run_dir.name}"], 60).stdout

@@ -59,9 +59,10 @@ def test_no_service_is_privileged_published_or_without_bounds():
 
 
 def test_every_process_of_the_demo_has_a_container_at_the_address_its_peers_are_told():
-    endpoints = tomllib.loads((ROOT / "deploy" / "compose.toml").read_text())["endpoints"]
+    settings = tomllib.loads((ROOT / "deploy" / "compose.toml").read_text())
+    endpoints = settings["endpoints"]
     served = {f"{name}:{port}" for name, spec in BUILT.items() for port in spec.get("expose", [])}
-    assert served == set(endpoints.values())
+    assert served == {*endpoints.values(), f"gateway:{settings['gateway']['http_port']}"}
     for address, replica in {address: replica for replica, address in endpoints.items()}.items():
         spec = SERVICES[address.partition(":")[0]]
         assert spec["command"][-1] == spec["environment"]["SLIPSTREAM_CONFIG"]
@@ -103,6 +104,7 @@ def test_the_whole_stack_of_the_file_trains_and_stops(tmp_path):
     seen = json.loads(done.stdout)
     assert seen["ports"]
     assert all(seen["ports"].values()), seen["ports"]
+    assert seen["gateway"] == [401, "invalid_api_key"]
     assert seen["steps"] >= STEPS
     assert "away" not in seen["status"]
     assert set(seen["ended"]) == {name for name, spec in SERVICES.items() if not spec["healthcheck"].get("disable")}
