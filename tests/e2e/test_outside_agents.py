@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,9 +20,13 @@ pytestmark = pytest.mark.timeout(240, func_only=False)
 
 SETTINGS = (
     *("--gateway.enabled", "true", "--launcher.restart", "on_failure", "--orchestrator.sessions.only", "true"),
-    *("--orchestrator.groups-per-step", "1", "--orchestrator.total-steps", "2"),
+    *("--orchestrator.groups-per-step", "1", "--orchestrator.total-steps", "9", "--orchestrator.total-positions", "4"),
 )
 KILLED = ("gateway", "runner-1", "orchestrator")
+SNIPPET = (
+    (Path(__file__).parents[2] / "docs" / "sessions.md").read_text().partition("```python\n")[2].partition("```")[0]
+)
+"""The agent that the documentation has."""
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -82,7 +89,13 @@ def test_what_agents_were_told_trains_token_by_token(launch):
         trained = client.get_session(one.session_id)
         assert (trained.state, trained.step) == (SessionState.TRAINED, 1)
 
-        # With the second step the run ends, and nobody answers any more.
+        # Two groups of four, whose rewards differ, or not: a random policy says what it likes.
+        agent = SNIPPET.replace("runs/mine", str(run.path))
+        told = subprocess.run([sys.executable, "-c", agent], capture_output=True, text=True, timeout=150, check=False)
+        assert told.returncode == 0, told.stderr
+        assert [line.split()[1] for line in told.stdout.splitlines()] == ["closed"] * 8
+
+        # With the last position the run ends, and nobody answers any more.
         alone = client.open_session(timeout_s=100)
         work(alone)
         client.close_session(alone.session_id, 0.5, advantage=0.25)
@@ -99,13 +112,14 @@ def test_what_agents_were_told_trains_token_by_token(launch):
             assert (message.get("content") or "").strip() in shown
     assert len(first["loss_ranges"]) == 3
     assert first["reward"] == 1.0
+    assert (first["environment"], first["session_id"], "task_index" in first) == ("session", one.session_id, False)
     streamed = records["train-0", 1]
     ((start, end),) = streamed["loss_ranges"]
     # A random policy draws special tokens, too: all but the end token are shown.
     drawn = [token_id for token_id in streamed["token_ids"][start:end] if token_id != codec.end_id]
     assert codec.decode_all(drawn).strip() == text.strip()
-    sealed = [record for record in run.journal() if record["kind"] == "sealed"]
-    assert [record["positions"] for record in sealed] == [[0], [1]]
+    sealed = [record["positions"] for record in run.journal() if record["kind"] == "sealed"]
+    assert (sealed[0], sealed[-1]) == ([0], [3])
     steps = run.metrics("step")
     counts = [
         sum(
@@ -115,6 +129,6 @@ def test_what_agents_were_told_trains_token_by_token(launch):
             for sample in [r, *r.get("further_samples", [])]
             for s, e in sample["loss_ranges"]
         )
-        for position in (0, 1)
+        for (position,) in sealed
     ]
     assert [step["loss_tokens"] for step in steps] == counts, "each token that was sampled trains, once"

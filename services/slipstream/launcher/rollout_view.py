@@ -63,7 +63,7 @@ def _row(record: dict[str, Any]) -> list[str]:
     return [
         printable(record.get("rollout")),
         printable(record.get("environment")),
-        printable(record.get("task_index")),
+        printable(record.get("task_index", "")),
         f"{record.get('reward', 0):.3g}{' ✓' if record.get('correct') else ''}",
         printable(record.get("outcome")),
         *("" if figure is None else str(figure) for figure in figures),
@@ -104,6 +104,8 @@ def view_of(record: dict[str, Any], decode: Decode | None, *, colours: bool) -> 
 def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     timings: dict[str, float] = record.get("timings", {})
     task = f"{record.get('environment') or 'a prompt of its own'}, {record.get('split', '')} {record.get('task_index')}"
+    if record.get("session_id"):
+        task = f"{record['session_id']}, of an outside agent"
     outcome = str(record.get("outcome"))
     if record.get("step") is not None:
         outcome += f" at step {record['step']}, {record.get('lag')} versions behind"

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from slipstream.runner.rollout import Rollout
 
 
+SESSION = "session"
+"""What stands for the environment of a session."""
+
+
 @dataclass(slots=True)
 class Timings:
     """Where the time of a rollout went, in seconds, over all its turns. What is in none of them is ours: pauses before
@@ -56,9 +60,7 @@ def records_of(
             "attempt": assignment.attempt,
             "sample": finished.index,
             "purpose": runner_pb2.GroupPurpose.Name(assignment.purpose).removeprefix("GROUP_PURPOSE_").lower(),
-            "environment": assignment.environment,
-            "split": assignment.split,
-            "task_index": assignment.task_index,
+            **_asked(assignment, finished),
             "dispatch_version": str(PolicyVersion.from_proto(assignment.dispatch_version)),
             "prompt": finished.prompt_text,
             "completion": finished.score.text,
@@ -73,6 +75,17 @@ def records_of(
         }
         for finished in group
     ]
+
+
+def _asked(assignment: runner_pb2.GroupAssignment, finished: Finished) -> dict[str, Any]:
+    """Which task it was; a session stands at the position of one that it never saw."""
+    if assignment.HasField("session_group"):
+        return {"environment": SESSION, "session_id": f"{assignment.session_group.name}-{finished.index}"}
+    return {
+        "environment": assignment.environment,
+        "split": assignment.split,
+        "task_index": assignment.task_index,
+    }
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:
