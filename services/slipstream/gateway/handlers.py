@@ -10,6 +10,8 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import PayloadEncodingError
 
+from slipstream.api.rollout.v1 import rollout_pb2
+from slipstream.common import tracing
 from slipstream.common.errors import SlipstreamError
 from slipstream.gateway import telemetry
 from slipstream.gateway.answers import Answer, event
@@ -69,6 +71,18 @@ class Handlers:
     ) -> web.StreamResponse:
         started_s = time.monotonic()
         found = await self._turns.find(_key(request))  # before its body: nobody else gets memory here
+        trace = tracing.group_trace(found.group_id, found.attempt)
+        with tracing.span("request", trace, path=request.path, session_id=found.session.session_id):
+            response = await self._answered(request, found, kind)
+        log.debug("turn_answered", duration_s=round(time.monotonic() - started_s, 3))
+        return response
+
+    async def _answered(
+        self,
+        request: web.Request,
+        found: rollout_pb2.FindSessionResponse,
+        kind: type[ChatRequest] | type[CompletionRequest],
+    ) -> web.StreamResponse:
         body = await self._body(request)
         asked = parse(kind, body)
         turn = asked.turn(found.session.session_id)
@@ -95,7 +109,6 @@ class Handlers:
                     await self._write(response, request, event(refusal.as_json()))
                     return response
                 await self._write(response, request, b"".join(answer.end()))
-        log.debug("turn_answered", duration_s=round(time.monotonic() - started_s, 3))
         return response
 
     async def _body(self, request: web.Request) -> bytes:

@@ -113,15 +113,16 @@ def events_of(lines: Mapping[str, Sequence[Record]]) -> Iterator[Event]:
 
 
 def _slice(record: Record, process: int, row: int, start_s: float) -> Event:
-    begin_s = float(record["start_s"])
+    # Both ends are rounded, not the length: what is inside another stays inside.
+    begin_us, end_us = (round((float(record[name]) - start_s) * 1e6, 1) for name in ("start_s", "end_s"))
     return {
         "ph": "X",
         "name": str(record.get("name", record.get("kind"))),
         "cat": "span" if is_span(record) else "work",
         "pid": process,
         "tid": row,
-        "ts": round((begin_s - start_s) * 1e6, 1),
-        "dur": max(round((float(record["end_s"]) - begin_s) * 1e6, 1), 0.0),
+        "ts": begin_us,
+        "dur": max(round(end_us - begin_us, 1), 0.0),
         "args": {name: value for name, value in record.items() if name not in HIDDEN},
     }
 

@@ -12,6 +12,7 @@ from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.common.errors import EnvironmentUnknown, InvalidRequest
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
+from slipstream.orchestrator.assignments import group_id_of
 from slipstream.orchestrator.checkpoint_calls import MAX_WAIT_S, CheckpointCalls
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.run_state import CLIENT, RunState
@@ -193,7 +194,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.FindSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.FindSessionResponse:
         session = self._sequencer.sessions.find(request.key_sha256)
-        return rollout_pb2.FindSessionResponse(session=session.proto, address=session.group.address)
+        group = session.group
+        return rollout_pb2.FindSessionResponse(
+            session=session.proto,
+            address=group.address,
+            group_id=group_id_of(group.position),
+            attempt=group.attempt,
+        )
 
     async def CloseSession(
         self, request: rollout_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext

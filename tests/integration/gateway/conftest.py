@@ -43,7 +43,9 @@ class FakeOrchestrator(rollout_pb2_grpc.RolloutServiceServicer):
     async def FindSession(self, request: rollout_pb2.FindSessionRequest, context: Any) -> Any:
         if request.key_sha256 not in self.sessions:
             raise SessionUnknown("no session has this key")
-        return rollout_pb2.FindSessionResponse(session=self.sessions[request.key_sha256], address=self.address)
+        return rollout_pb2.FindSessionResponse(
+            session=self.sessions[request.key_sha256], address=self.address, group_id="train-3", attempt=2
+        )
 
 
 class FakeRunner(session_pb2_grpc.SessionServiceServicer):

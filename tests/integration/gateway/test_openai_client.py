@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream.api.rollout.v1 import rollout_pb2, session_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common import tracing
 from slipstream.common.errors import (
     ContextTooLong,
     SamplingBiased,
@@ -20,6 +22,7 @@ from slipstream.common.errors import (
     SessionLimitReached,
     SlipstreamError,
 )
+from slipstream.common.timeline import TimelineFile
 
 from .conftest import says
 
@@ -145,6 +148,24 @@ async def test_a_key_opens_its_own_session_alone(make_world: Make) -> None:
                     await client.chat.completions.create(model="m", messages=ASK)
                 assert refused.value.code == "invalid_api_key"
         assert len(world.runner.turns) == 2
+
+
+async def test_a_request_is_a_span_of_its_sessions_group_and_its_turn_lies_below(
+    make_world: Make, tmp_path: Path
+) -> None:
+    path = tmp_path / "timeline" / "gateway.jsonl"
+    tracing.use(tracing.Tracer("run", 1.0, TimelineFile(path)))
+    try:
+        async with make_world() as world, world.client() as client:
+            await client.chat.completions.create(model="m", messages=ASK)
+        root = tracing.group_trace("train-3", 2)
+    finally:
+        tracing.use(tracing.Tracer("", 0.0))
+    spans = {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}
+    assert root is not None
+    assert (spans["request"]["trace"], spans["request"]["parent"]) == root
+    assert spans["request"]["session_id"] == "session-a-0"
+    assert (spans["RunTurn"]["trace"], spans["RunTurn"]["parent"]) == (root.trace_id, spans["request"]["span"])
 
 
 async def test_a_session_that_has_ended_says_why(make_world: Make) -> None:

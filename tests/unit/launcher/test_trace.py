@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.common.config import ConfigError
-from slipstream.launcher.trace import trace
+from slipstream.launcher.trace import events_of, trace, write_events
 
 TRACE, STEP = "a" * 32, "b" * 32
 
@@ -85,3 +87,75 @@ def test_a_group_can_be_asked_for_alone(run):
     assert {event["args"]["trace"] for event in events(run) if event["ph"] == "X"} == {TRACE}
     with pytest.raises(ConfigError, match="no trace of 'train-1'"):
         trace([str(run), "--group=train-1"])
+
+
+def check_format(document: dict[str, Any]) -> None:
+    """What Chrome's trace event format, and Perfetto's reading of it, ask of a file: fields, nesting, arrows."""
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    named: set[int] = set()
+    for event in document["traceEvents"]:
+        assert event["ph"] in ("X", "M", "s", "f")
+        assert isinstance(event["name"], str)
+        assert event["name"]
+        assert all(isinstance(event[name], int) and event[name] >= 0 for name in ("pid", "tid"))
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+            named.add(event["pid"])
+            continue
+        assert isinstance(event["cat"], str)
+        assert event["ts"] >= 0
+        assert event["pid"] in named, "a process has its name before its slices"
+        begin_ns = round(event["ts"] * 1000)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert isinstance(event["args"], dict)
+            slices[event["pid"], event["tid"]].append((begin_ns, begin_ns + round(event["dur"] * 1000)))
+        else:
+            arrows[event["id"]].append({**event, "at_ns": begin_ns})
+    for row in slices.values():
+        open_ends: list[int] = []
+        for begin, end in sorted(row, key=lambda each: (each[0], -each[1])):
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1], "a slice ends before what is inside it"
+            open_ends.append(end)
+    for start, finish in arrows.values():
+        assert (start["ph"], finish["ph"], finish["bp"]) == ("s", "f", "e")
+        for end in (start, finish):
+            row = slices[end["pid"], end["tid"]]
+            assert any(begin <= end["at_ns"] <= ending for begin, ending in row), "an arrow lies on a slice"
+
+
+def test_the_file_is_what_perfetto_reads(run):
+    trace([str(run)])
+    check_format(json.loads((run / "trace.json").read_text()))
+
+
+moments = st.floats(0, 5, allow_subnormal=False)
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> dict[str, list[dict[str, Any]]]:
+    """Spans of any length, in any process, below any other; each kind of work one after the other."""
+    files: dict[str, list[dict[str, Any]]] = {"a": [], "b": [], "c": []}
+    for number in range(1, draw(st.integers(0, 12)) + 1):
+        begin_s, length_s = 1.7e9 + draw(moments), draw(moments)
+        parent = draw(st.integers(0, number - 1))
+        files[draw(st.sampled_from("abc"))].append(span(f"s{number}", number, begin_s, begin_s + length_s, parent))
+    for name, lengths in zip("abc", draw(st.lists(st.lists(moments, max_size=3), min_size=3, max_size=3)), strict=True):
+        at_s = 1.7e9
+        for length_s in lengths:
+            files[name].append({"kind": "work", "start_s": at_s, "end_s": at_s + length_s})
+            at_s += length_s
+    return files
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(timelines())
+def test_whatever_services_did_makes_a_file_that_perfetto_reads(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    write_events(path, events_of(lines))
+    check_format(json.loads(path.read_text()))
