@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -34,6 +35,7 @@ from slipstream_client.errors import (
     SlipstreamClientError,
     Unauthenticated,
 )
+from slipstream_client.fake_sessions import FakeSessions
 from slipstream_client.status import STATUS_KEY, status_bytes
 
 _ENDED = (rollout_pb2.ROLLOUT_STATE_FINISHED, rollout_pb2.ROLLOUT_STATE_FAILED, rollout_pb2.ROLLOUT_STATE_CANCELLED)
@@ -61,8 +63,16 @@ class Script:
 class FakeServer:
     """Serves RolloutService and RunService. Safe to use from several threads."""
 
-    def __init__(self, *, token: str | None = None, port: int = 0, run_id: str = "fake") -> None:
-        """`port` 0 takes a free one; `address` says which."""
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        port: int = 0,
+        run_id: str = "fake",
+        gateway_url: str = "http://127.0.0.1:1/v1",
+    ) -> None:
+        """`port` 0 takes a free one; `address` says which. `gateway_url`: what sessions are told."""
+        self._sessions = FakeSessions(gateway_url)
         self.created: list[rollout_pb2.CreateRolloutRequest] = []
         """Every CreateRollout that arrived, repeats and refused ones too."""
         self._token = token
@@ -121,7 +131,13 @@ class FakeServer:
                 self._run.state, self._run.phase, self._run.reason = run_pb2.RUN_STATE_FINISHED, "ended", reason
             for group in self._groups.values():
                 self._end(group, rollout_pb2.ROLLOUT_STATE_CANCELLED, reason)
+            self._sessions.end_all("RUN_FINISHED")
             self._changed.notify_all()
+
+    def end_session(self, session_id: str, reason: str = "IDLE_TIMEOUT") -> None:
+        """End a session untrained, as a timeout does."""
+        with self._changed:
+            self._sessions.end(session_id, reason)
 
     # ---- what the servicers use
 
@@ -197,6 +213,12 @@ class FakeServer:
             group.prompt = script.prompt
             group.records.extend(_record(group, request, script, index) for index in range(request.sample_count))
             self._end(group, rollout_pb2.ROLLOUT_STATE_FINISHED, "")
+
+    @contextmanager
+    def sessions(self) -> Iterator[FakeSessions]:
+        """All sessions, for one call."""
+        with self._changed:
+            yield self._sessions
 
     def get(self, group_id: str) -> rollout_pb2.Rollout:
         with self._changed:
@@ -306,6 +328,38 @@ class _Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         self._server.admit(context)
         try:
             return rollout_pb2.CancelRolloutResponse(rollout=self._server.cancel(request.group_id))
+        except SlipstreamClientError as error:
+            _refuse(context, error)
+
+    def OpenSession(self, request: Any, context: grpc.ServicerContext) -> rollout_pb2.OpenSessionResponse:
+        self._server.admit(context)
+        try:
+            with self._server.sessions() as sessions:
+                if self._server.run.state != run_pb2.RUN_STATE_RUNNING:
+                    raise RunEnded("the run has ended; it takes no more sessions")
+                return sessions.open(request)
+        except SlipstreamClientError as error:
+            _refuse(context, error)
+
+    def GetSession(self, request: Any, context: grpc.ServicerContext) -> rollout_pb2.GetSessionResponse:
+        self._server.admit(context)
+        try:
+            with self._server.sessions() as sessions:
+                return rollout_pb2.GetSessionResponse(session=sessions.get(request.session_id))
+        except SlipstreamClientError as error:
+            _refuse(context, error)
+
+    def ListSessions(self, request: Any, context: grpc.ServicerContext) -> rollout_pb2.ListSessionsResponse:
+        self._server.admit(context)
+        with self._server.sessions() as sessions:
+            found, token = sessions.page(request.page_token, request.page_size or 100, request.filter.labels)
+            return rollout_pb2.ListSessionsResponse(sessions=found, next_page_token=token)
+
+    def CloseSession(self, request: Any, context: grpc.ServicerContext) -> rollout_pb2.CloseSessionResponse:
+        self._server.admit(context)
+        try:
+            with self._server.sessions() as sessions:
+                return rollout_pb2.CloseSessionResponse(session=sessions.close(request))
         except SlipstreamClientError as error:
             _refuse(context, error)
 
