@@ -32,7 +32,7 @@ FAST_TESTS := tests/unit tests/property
 WITHOUT := $(shell ldconfig -p 2>/dev/null | grep -q 'librdmacm\.so' || echo tests/mooncake)
 TESTS ?= $(filter-out $(FAST_TESTS) $(WITHOUT) tests/gpu tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/))))
 CHAOS_ARGS ?= --kills 50
-LOAD_CHECKS ?= loadtests/frames.py loadtests/routed_experts.py loadtests/orchestrator.py loadtests/soak.py
+LOAD_CHECKS ?= loadtests/frames.py loadtests/routed_experts.py loadtests/orchestrator.py loadtests/soak.py loadtests/tracing.py
 DEMO_ARGS ?=
 comma := ,
 

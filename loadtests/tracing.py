@@ -1,0 +1,102 @@
+"""What tracing costs: processor time of a call with a span on both ends, as a ratio to the same call without.
+
+    python loadtests/tracing.py [--calls 1000] [--out figures.jsonl]
+
+A real server and a real channel, both in this process; calls with tracing off, with a group that is not among the
+recorded share, and with every span written to a file, in turns. The least of the rounds counts, in processor time:
+that hardly depends on what else the machine does. Asserted: a call that is traced costs at most `MOST` times one that
+is not, and one of a group that is not recorded hardly more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
+
+from slipstream.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from slipstream.common import tracing
+from slipstream.common.auth import Access
+from slipstream.common.channel import open_channel
+from slipstream.common.config import ServiceConfig
+from slipstream.common.runtime import build_server
+from slipstream.common.timeline import TimelineFile
+
+MOST = 1.75
+MOST_UNRECORDED = 1.25
+ROUNDS = 5
+SHARES = {"off": 0.0, "not recorded": 1e-9, "recorded": 1.0}
+
+
+class Desk(rollout_pb2_grpc.RolloutServiceServicer):
+    """Answers at once."""
+
+    async def GetSession(self, request: rollout_pb2.GetSessionRequest, context: Any) -> rollout_pb2.GetSessionResponse:
+        return rollout_pb2.GetSessionResponse()
+
+
+async def round_us(stub: rollout_pb2_grpc.RolloutServiceStub, calls: int) -> float:
+    """Processor time of a call, in microseconds."""
+    began_s = time.process_time()
+    for number in range(calls):
+        with tracing.span("turn", tracing.group_trace(f"train-{number}", 1), samples=8):
+            await stub.GetSession(rollout_pb2.GetSessionRequest(session_id="s"), timeout=30)  # pyright: ignore
+    return (time.process_time() - began_s) / calls * 1e6
+
+
+async def measure(calls: int, directory: Path) -> dict[str, float]:
+    """Microseconds of a call, by what is recorded of it."""
+    config = ServiceConfig(run_id="tracing", run_dir=directory)
+    server, port = build_server(config, [(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, Desk(), "")])
+    await server.start()
+    file = TimelineFile(directory / "timeline" / "loadtest.jsonl")
+    least: dict[str, float] = {}
+    try:
+        async with open_channel(f"127.0.0.1:{port}", Access()) as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            await round_us(stub, calls // 10 + 1)
+            for _ in range(ROUNDS):
+                for name, share in SHARES.items():
+                    tracing.use(tracing.Tracer("tracing", share, file))
+                    least[name] = min(least.get(name, float("inf")), await round_us(stub, calls))
+    finally:
+        tracing.use(tracing.Tracer("", 0.0))
+        await server.stop(None)
+    return least
+
+
+def figures(calls: int) -> dict[str, float]:
+    """What is written and asserted on."""
+    with tempfile.TemporaryDirectory() as directory:
+        least = asyncio.run(measure(calls, Path(directory)))
+    off = least["off"]
+    return {
+        "call_us": round(off, 1),
+        "recorded_ratio": round(least["recorded"] / off, 3),
+        "unrecorded_ratio": round(least["not recorded"] / off, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=1000, help="of a round")
+    parser.add_argument("--out", type=Path, help="append the figures to this file")
+    arguments = parser.parse_args()
+    found = figures(arguments.calls)
+    print(json.dumps(found))
+    if arguments.out is not None:
+        with arguments.out.open("a") as out:
+            out.write(json.dumps(found) + "\n")
+    assert found["recorded_ratio"] <= MOST, "tracing costs more than it may"
+    assert found["unrecorded_ratio"] <= MOST_UNRECORDED, "groups that are not recorded cost more than they may"
+
+
+if __name__ == "__main__":
+    main()
