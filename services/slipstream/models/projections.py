@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.models.grouped import grouped_product, takes_kernel
+
 
 class ProjectedExperts:
     """Gated experts, stacked in `w1_EFD`, `w2_EDF` and `w3_EFD`, each projection of which may be extended.
@@ -37,11 +39,8 @@ class ProjectedExperts:
 
 def grouped_linear(x: Tensor, weight_Eoi: Tensor, counts_E: Tensor) -> Tensor:
     """`x @ weight.T` with each row's own expert; rows are sorted by expert."""
-    if x.device.type != "cpu":
-        weight_Eio = weight_Eoi.bfloat16().transpose(-2, -1)
-        return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x.bfloat16(), weight_Eio, offs=group_ends(counts_E)
-        )
+    if takes_kernel(x):
+        return grouped_product(x, weight_Eoi, group_ends(counts_E))
     # unbind: one backward node a weight; indexing would make a full-size zero gradient for each expert.
     rows = x.split(counts_E.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows, weight_Eoi.unbind(0), strict=True)])

@@ -15,6 +15,8 @@ from slipstream.models.attention import causal, takes_ragged
 from slipstream.models.deepseek_v3 import build_model as build_deepseek
 from slipstream.models.deepseek_v3.config import DeepseekV3Config
 from slipstream.models.documents import Documents
+from slipstream.models.grouped import grouped_product
+from slipstream.models.projections import group_ends, grouped_linear
 from slipstream.models.qwen3 import build_model as build_qwen3
 from slipstream.models.qwen3.config import Qwen3Config
 from slipstream.models.qwen3_moe.config import MoeConfig
@@ -142,3 +144,18 @@ def test_the_grouped_kernel_computes_what_the_loop_over_experts_does():
         found.append([out.detach(), x.grad, *(p.grad for p in experts.parameters())])
     for loop, grouped in zip(*found, strict=True):
         assert (loop - grouped).norm() <= 0.02 * loop.norm()  # bfloat16
+
+
+@pytest.mark.parametrize(("out", "wide"), [(4, 16), (24, 4), (5, 3), (16, 8)])
+def test_widths_that_the_grouped_kernel_does_not_take_are_padded(out: int, wide: int):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(10, wide, generator=generator), torch.randn(4, out, wide, generator=generator)
+    counts = torch.tensor([3, 0, 5, 2])
+    found = []
+    for product in (grouped_linear, lambda x, weight, counts: grouped_product(x, weight, group_ends(counts))):
+        inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        product(*inputs, counts).float().square().sum().backward()
+        found.append([product(*inputs, counts).float().detach(), *(each.grad for each in inputs)])
+    for loop, kernel in zip(*found, strict=True):
+        assert kernel.shape == loop.shape
+        assert (loop - kernel).norm() <= 0.02 * loop.norm()  # bfloat16

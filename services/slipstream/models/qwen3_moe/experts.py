@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.models.grouped import takes_kernel
 from slipstream.models.titan import GroupedExperts, LocalTokenDispatcher
 
 
@@ -89,8 +90,7 @@ class SplitExperts(GroupedExperts):
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Outputs in the order of `x_RD`, whose rows are sorted by expert."""
-        half = x_RD.dtype is not torch.float32 or torch.is_autocast_enabled(x_RD.device.type)
-        if half and x_RD.device.type != "cpu" and self.activation is F.silu and len(x_RD):
+        if takes_kernel(x_RD) and self.activation is F.silu:
             return super().forward(x_RD, num_tokens_per_expert_E)  # one grouped kernel, in bfloat16
         # unbind: one backward node a weight; indexing would make a full-size zero gradient for each expert.
         weights = zip(*(_local(w).unbind(0) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)), strict=True)
