@@ -6,9 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.launcher import supervisor as module
+from slipstream.launcher.errors import ServiceDiedError
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.supervisor import Supervisor
 
@@ -32,3 +34,19 @@ async def test_a_start_that_takes_long_says_now_and_then_whom_it_waits_for(
         await supervisor.stop()
     assert 2 <= len(told) <= 6
     assert all(replicas == ["decode-1"] for replicas in told)
+
+
+async def test_a_service_that_never_gets_ready_ends_the_start_with_its_name(tmp_path: Path):
+    async def ready() -> bool:
+        return False
+
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    spec = ProcessSpec("trainer", command, tmp_path / "log", tmp_path / "out", ready)
+    supervisor = Supervisor(start_timeout_s=0.5, stop_timeout_s=4.0)
+    try:
+        with pytest.raises(ServiceDiedError, match=r"^trainer was not ready within 0 s; its log is "):
+            await supervisor.start([spec])
+        (pid,) = supervisor.pids.values()
+    finally:
+        await supervisor.stop()
+    assert not psutil.pid_exists(pid)

@@ -11,6 +11,7 @@ import pytest
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.run.v1 import run_pb2
 from slipstream.orchestrator.config import BreakerConfig, SessionsConfig
+from slipstream.orchestrator.evaluation_config import EvaluationConfig
 
 Make = Callable[..., Any]
 QUICK = BreakerConfig(open_after_failures=2, first_pause_s=0.1, max_pause_s=0.2)
@@ -62,6 +63,21 @@ async def test_an_evaluation_after_the_last_step_that_nobody_answers(make_world:
             run = await world.until(failed(world))
         assert run.step == 1
         assert run.reason == "nothing was trained or answered for 4 s in phase evaluating_after"
+
+
+async def test_an_evaluation_after_the_last_step_that_takes_too_long_ends_the_run_with_what_is_known(
+    make_world: Make, background: Make
+) -> None:
+    evaluation = EvaluationConfig(timeout_s=1.0)
+    async with make_world(evaluation=evaluation, evaluate_after=True, total_steps=1, stall_timeout_s=600.0) as world:
+        async with background(world.trainer_loop(), world.heartbeat_loop()):
+            groups: list[Any] = []
+            while not groups:
+                groups = await world.acquire(count=4)
+            await world.report(*(world.finished(group) for group in groups))
+            run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FINISHED)
+        assert run.reason == "all 1 steps are trained"
+        assert not run.accuracies, "nobody answered anything"
 
 
 async def test_an_evaluation_after_the_last_step_whose_environment_only_fails(
