@@ -69,6 +69,7 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "weights_smoke": (150, [*WEIGHTS, "--gigabytes", "2", "--updates", "3", "--limit-s", "30"]),
     "weights": (300, [*WEIGHTS, "--gigabytes", "8", "--updates", "12", "--limit-s", "60", "--check"]),
     "ranks_short": (150, [*RANKS, "-k", "gradient_of_one or lost or (steps and ep2)"]),
+    "ranks_rest": (200, [*RANKS, "-k", "bfloat16 or written or lora or stuck or without or again or loaded or neighbours"]),
     "ranks": (300, RANKS),
     "ranks_load": (240, [*RANKS_LOAD, "--out", "{out}/ranks.jsonl"]),
     "x2_smoke": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml"]),
