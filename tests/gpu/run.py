@@ -31,6 +31,7 @@ LARGE += " --expert-dim 256"
 
 RUN = [sys.executable, "loadtests/two_cards.py", "--runs", "/tmp/runs", "--limit-s"]
 RANKS = [*PYTEST, "-v", "-s", "tests/gpu/test_parallel.py", "--device", "cuda"]
+REST = "bfloat16 or written or lora or stuck or without or again or loaded or neighbours"
 RANKS_LOAD = [sys.executable, "loadtests/ranks_throughput.py", "--device", "cuda"]
 WEIGHTS = [sys.executable, "loadtests/weight_transports.py", "--device", "cuda", "--out", "{out}/weights.jsonl"]
 
@@ -69,7 +70,7 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "weights_smoke": (150, [*WEIGHTS, "--gigabytes", "2", "--updates", "3", "--limit-s", "30"]),
     "weights": (300, [*WEIGHTS, "--gigabytes", "8", "--updates", "12", "--limit-s", "60", "--check"]),
     "ranks_short": (150, [*RANKS, "-k", "gradient_of_one or lost or (steps and ep2)"]),
-    "ranks_rest": (200, [*RANKS, "-k", "bfloat16 or written or lora or stuck or without or again or loaded or neighbours"]),
+    "ranks_rest": (200, [*RANKS, "-k", REST]),
     "ranks": (300, RANKS),
     "ranks_load": (240, [*RANKS_LOAD, "--out", "{out}/ranks.jsonl"]),
     "x2_smoke": (150, [*RUN, "120", *X2, "@", "examples/h200-x2-tiny.toml"]),
