@@ -32,6 +32,7 @@ from slipstream.models.titan import (
 
 with light_imports():
     from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.models.common import attention as titan_attention
     from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 CHUNKS = 8
@@ -46,8 +47,11 @@ class Flash(VarlenAttention):
         """Same fields as torchtitan's."""
 
     def __init__(self, config: Config) -> None:
+        from torch.nn.attention.varlen import varlen_attn  # it was left out of a light import
+
         Module.__init__(self)
         self.window_size = config.window_size
+        titan_attention.varlen_attn = varlen_attn
 
 
 class BareStep:

@@ -19,6 +19,8 @@ class DecoderPasses:
         """The last block's output: the forward pass without final norm and head."""
         model: Any = self
         h = model.tok_embeddings(tokens)
+        if torch.amp.is_autocast_available(h.device.type) and torch.is_autocast_enabled(h.device.type):
+            h = h.to(torch.get_autocast_dtype(h.device.type))  # as engines do: all between products is half as wide
         for layer in model.layers.values():
             h = layer(h, attention_masks, positions)
         return h

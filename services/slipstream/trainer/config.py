@@ -110,11 +110,13 @@ class ComputeConfig(BaseConfig):
     """cuda: of the cards that the process sees, the one with its number among the machine's ranks."""
 
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of products in forward and backward passes. Weights, gradients and moments are float32 in any case. Engines that
-    compute otherwise differ more than `trainer.probe_tolerance` allows for float32."""
+    """Of products and of what layers hand on, in forward and backward passes. Weights, gradients, moments, routers and
+    log-probabilities are float32 in any case. Engines that compute otherwise differ more than `trainer.probe_tolerance`
+    allows for float32."""
 
     logits_bytes: int = Field(default=2**29, ge=4096)
-    """Logits that exist at once, in bytes: those of more targets are computed in parts, once more for the gradient."""
+    """Logits that exist at once, in bytes of float32: those of more targets are computed in parts, once more for the
+    gradient. On a card, 10 GiB hold all of 16k targets of a vocabulary of 151k, in bfloat16 in half of that."""
 
 
 class RankConfig(BaseConfig):

@@ -7,7 +7,8 @@ copies hold until the export after the next. The trainer publishes version n bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -50,23 +51,58 @@ class HostCopies:
             return Copying({name: tensor.detach().float().cpu().numpy().copy() for name, tensor in tensors.items()})
         buffers, other = self._sets[1], self._sets[0]
         self._sets = (buffers, other)
-        for name, tensor in tensors.items():
+        pieces = _pieces(tensors)
+        for name, (source, _) in pieces.items():
             if name not in buffers:
                 locked = self._memory == "page_locked"
-                buffers[name] = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=locked)
+                buffers[name] = torch.empty(source.shape, dtype=torch.float32, pin_memory=locked)
         if self._stream is None:
-            for name, tensor in tensors.items():
-                buffers[name].copy_(tensor)
+            for name, (source, _) in pieces.items():
+                buffers[name].copy_(source)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
-                for name, tensor in tensors.items():
-                    buffers[name].copy_(tensor, non_blocking=True)
-                    tensor.record_stream(self._stream)  # one that was made for this is let go of before it is read
+                for name, (source, _) in pieces.items():
+                    buffers[name].copy_(source, non_blocking=True)
+                    source.record_stream(self._stream)  # one that was made for this is let go of before it is read
                 self._made = self._stream.record_event()
-        return Copying({name: buffers[name].numpy() for name in tensors}, self._made)
+        arrays = {name: array for piece, (_, cut) in pieces.items() for name, array in cut(buffers[piece]).items()}
+        return Copying({name: arrays[name] for name in tensors}, self._made)
 
     def hold(self) -> None:
         """Let what is asked of the card from now on wait for the copies begun so far."""
         if self._made is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._made)
+
+
+Cut = Callable[[Tensor], dict[str, NDArray[np.float32]]]
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Cut]]:
+    """What to copy, by the name of the first tensor in it, and how to cut the copy into tensors by name.
+
+    Slices of one tensor that make up all of it (experts) are copied together: a card takes a thousand copies at once,
+    and who asks for more has to wait.
+    """
+    of_memory: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        of_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    pieces: dict[str, tuple[Tensor, Cut]] = {}
+    for names in of_memory.values():
+        first = tensors[names[0]].detach()
+        whole = first.untyped_storage().nbytes() // first.itemsize
+        alike = all(tensors[name].is_contiguous() and tensors[name].dtype == first.dtype for name in names)
+        if len(names) > 1 and alike and sum(tensors[name].numel() for name in names) == whole:
+            cuts = {name: (tensors[name].storage_offset(), tensors[name].shape) for name in names}
+            pieces[names[0]] = first.as_strided((whole,), (1,), 0), partial(_cut, cuts)
+        else:
+            pieces |= {name: (tensors[name].detach(), partial(_one, name)) for name in names}
+    return pieces
+
+
+def _cut(cuts: Mapping[str, tuple[int, torch.Size]], flat: Tensor) -> dict[str, NDArray[np.float32]]:
+    return {name: flat[start : start + shape.numel()].view(shape).numpy() for name, (start, shape) in cuts.items()}
+
+
+def _one(name: str, buffer: Tensor) -> dict[str, NDArray[np.float32]]:
+    return {name: buffer.numpy()}

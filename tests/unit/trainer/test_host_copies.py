@@ -34,3 +34,13 @@ def test_a_view_is_copied_as_it_looks():
         copied = HostCopies(CPU, memory).begin({"column": whole[:, 1:3]}).arrays()["column"]
         np.testing.assert_array_equal(copied, whole[:, 1:3].numpy())
         assert not np.shares_memory(copied, whole.numpy())
+
+
+def test_slices_that_make_up_a_tensor_are_each_themselves():
+    stacked, other = torch.arange(24.0).view(3, 2, 4), torch.arange(5.0)
+    given = {f"expert.{index}": part for index, part in enumerate(stacked.unbind(0))} | {"bias": other}
+    copied = HostCopies(CPU, "reused").begin(given).arrays()
+    assert list(copied) == list(given)
+    for name, tensor in given.items():
+        np.testing.assert_array_equal(copied[name], tensor.numpy())
+        assert not np.shares_memory(copied[name], tensor.numpy())

@@ -42,14 +42,31 @@ def grouped_linear(x_TK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor
     return multiply(x_TK.bfloat16(), weight_EKN, group_ends(counts_E)).type_as(x_TK)
 
 
+MOST_GROUPS = 16
+"""Rows that one program of a rounding kernel takes."""
+
+
 class _Torchao:
     def __init__(self) -> None:
         _find_deep_gemm()
-        from torchao.prototype.blockwise_fp8_training import linear
+        from torchao.prototype.blockwise_fp8_training import deepgemm_quant, kernels, linear
         from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm
 
+        _try_less(kernels, deepgemm_quant)
         self.linear: Any = linear
         self.grouped_mm: Any = grouped_mm
+
+
+def _try_less(*modules: Any) -> None:
+    """Leave torchao's kernels a few of the shapes that they compile and time at their first call, for each width.
+
+    Of up to 45, a minute a kernel.
+    """
+    for kernel in (each for module in modules for each in vars(module).values()):
+        configs = getattr(kernel, "configs", None)
+        if isinstance(configs, list):
+            small = (each for each in configs if each.kwargs.get("NUM_GROUPS", 1) <= MOST_GROUPS)
+            kernel.configs = [each for each in small if each.num_warps == 4 and each.num_stages <= 4] or configs
 
 
 def _find_deep_gemm() -> None:

@@ -61,5 +61,5 @@ def adapt(module: nn.Module, parameter: str, rank: int, scale: float, generator:
     a = torch.empty(*stack, rank, in_features).uniform_(-1.0, 1.0, generator=generator) / in_features**0.5
     for half, tensor in ((LORA_A, a), (LORA_B, torch.zeros(*stack, out_features, rank))):
         module.register_parameter(
-            adapter_name(parameter, half), nn.Parameter(tensor.to(dtype=weight.dtype, device=weight.device))
+            adapter_name(parameter, half), nn.Parameter(tensor.to(dtype=torch.float32, device=weight.device))
         )

@@ -69,7 +69,8 @@ class PermutingDispatcher(LocalTokenDispatcher):
     ) -> Tensor:
         """Weighted sum of each token's experts."""
         rows_ND = GatherRows.apply(routed_output_RD, metadata.inverse_N, metadata.order_N.view(-1, 1))
-        return (rows_ND.view(x_TD.shape[0], self.top_k, x_TD.shape[-1]) * metadata.scores_TK.unsqueeze(2)).sum(1)
+        rows_TKD = rows_ND.view(x_TD.shape[0], self.top_k, x_TD.shape[-1])
+        return (rows_TKD * metadata.scores_TK.unsqueeze(2)).sum(1).to(x_TD.dtype)
 
 
 def _local(weight: Tensor) -> Tensor:

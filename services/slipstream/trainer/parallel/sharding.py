@@ -53,7 +53,7 @@ class Passes:
     """How forward and backward passes compute."""
 
     bfloat16: bool = False
-    """Products by autocast; weights and sums stay float32."""
+    """Products by autocast, and what layers hand on; weights and sums of gradients stay float32."""
     logits_bytes: int = 2**29
     """Logits that exist at once; those of more rows are computed in parts (`models/head.py`)."""
 
