@@ -9,7 +9,6 @@ A link on which anything failed is given up by both ends: the reader comes again
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
+from slipstream.common.config import ENVIRONMENT
 from slipstream.common.errors import DeadlineExceeded, Overloaded, Unreachable
 from slipstream.weights.straight.links import Run
 from slipstream.weights.straight.memory import DeviceMemory, Memory
@@ -233,13 +233,13 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    before = {name: ENVIRONMENT.get(name) for name in values}
+    ENVIRONMENT.update(values)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name, None)
+                ENVIRONMENT.pop(name, None)
             else:
-                os.environ[name] = value
+                ENVIRONMENT[name] = value
