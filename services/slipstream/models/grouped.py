@@ -12,7 +12,7 @@ ALIGNED = 8
 
 def takes_kernel(x: Tensor) -> bool:
     """Whether these rows are for the kernel: on a card, unless float32 is asked for, or there are none."""
-    half = x.dtype is not torch.float32 or (x.is_cuda and torch.is_autocast_enabled("cuda"))
+    half = x.dtype is not torch.float32 or x.is_meta or (x.is_cuda and torch.is_autocast_enabled("cuda"))
     return half and x.device.type != "cpu" and len(x) > 0
 
 
