@@ -30,6 +30,7 @@ class DriverMemory:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         bind(device)
+        torch.cuda.empty_cache()  # what torch keeps for later, nobody else can have
         pointer = ctypes.c_uint64()
         _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
         self._device = device
