@@ -102,7 +102,7 @@ def _variants(found: Sequence[type[BaseModel]], path: tuple[str, ...], default: 
         yield "  of every type:"
         for name in common:
             field = base.model_fields.get(name, found[0].model_fields[name])
-            yield from _indented(_leaf(name, name, field, _default(field, None, name)))
+            yield from _indented(_inner(name, field, _default(field, None, name)))
     for model in found:
         yield f'  type = "{tag(model)}"'
         yield from _indented(_wrapped(model.__doc__))
