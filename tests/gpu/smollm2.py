@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 OPTIONS = '{"max_terms": 2, "max_digits": 2}'
 TRIES = (6, 12, 24, 48, 96)
 """Steps of fine-tuning."""
-ENOUGH = 0.2
+ENOUGH = 0.15
 """Of the held-out problems right: reinforcement then finds enough to go by."""
 SLIPSTREAM = [sys.executable, "-m", "slipstream.launcher"]
 STOP_S = 20.0
