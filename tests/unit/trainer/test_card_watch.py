@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore
 from slipstream.trainer.parallel.roll import RankLost, Roll
 from slipstream.trainer.parallel.watch import CardWatch
 
-SILENCE_S = 1.5
+SILENCE_S = 3.0
 DEADLINE_S = 60.0
 
 

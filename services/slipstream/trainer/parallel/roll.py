@@ -1,7 +1,7 @@
 """Which rank is missing when a collective fails: the backend says that a connection broke, not whose rank it was.
 
     roll = Roll(store, rank, rank_count)
-    with roll.watching():          # raises RankLost, with the ranks, within the process group's timeout and a second
+    with roll.watching():          # raises RankLost, with the ranks, within the process group's timeout and 2 seconds
         roll.arrive(place)         # before each micro-batch: a number that only grows
         ...
 
@@ -107,7 +107,8 @@ class Roll:
         for rank, count in beats.items():
             if rank not in self._heard or self._heard[rank][0] != count:
                 self._heard[rank] = count, now
-        silent = [rank for rank, (_, heard_s) in self._heard.items() if now - heard_s > self._silence_s]
+        others = {rank: heard_s for rank, (_, heard_s) in self._heard.items() if rank != self._rank}
+        silent = [rank for rank, heard_s in others.items() if now - heard_s > self._silence_s]
         return RankLost(silent, SILENT) if silent else None
 
     def dead(self) -> RankLost | None:
@@ -136,7 +137,11 @@ class Roll:
                     self._store.set(f"failed/{self._rank}", "1")
             before = self._signs()
             time.sleep(BEAT_S * PATIENCE_BEATS)
-            return RankLost(*lost_ranks(before, self._signs()))
+            lost = RankLost(*lost_ranks(before, self._signs()))
+            if lost.silent:  # or on a machine that is busy
+                time.sleep(BEAT_S * PATIENCE_BEATS)
+                lost = RankLost(*lost_ranks(before, self._signs()))
+            return lost
         except RuntimeError:
             return RankLost([0], STORE_GONE)
 
