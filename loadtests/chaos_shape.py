@@ -27,6 +27,7 @@ BASE = {
 OFFLOADING = {
     "launcher.start-timeout-s": "400",
     "orchestrator.pool-timeout-s": "300",
+    "model.max-context-tokens": "192",
     "decode.engine.type": "vllm",
     "decode.engine.block-size-tokens": "32",
     "decode.engine.block-count": "24",
