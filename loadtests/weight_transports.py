@@ -23,7 +23,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ALL = ("shm", "cuda_ipc", "nccl", "nixl")
+ALL = ("grpc", "shm", "cuda_ipc", "nccl", "nixl")
+GRPC_BYTES = 100_000_000
+"""Of a version by grpc at most: it takes a hundred times as long for as many."""
 LEAST_FRACTION = 0.8
 """Of the plain copy's rate, that a transport between cards is to reach."""
 START_S = 120.0
@@ -91,6 +93,88 @@ def lend(pipe: Connection, device_name: str, transport: str, size_bytes: int) ->
         pipe.recv()
         lender.copies.give_back(str(step))
     lender.close()
+
+
+def lend_by_grpc(pipe: Connection, device_name: str, size_bytes: int) -> None:
+    """The trainer's side of the broadcaster, which runs here too: copies to the host, sums, and sends."""
+    import asyncio
+    import tempfile
+
+    import torch
+
+    from slipstream.api.broadcast.v1 import broadcast_pb2_grpc
+    from slipstream.broadcaster.config import BroadcasterConfig
+    from slipstream.broadcaster.publications import Publications
+    from slipstream.broadcaster.servicer import BroadcastServicer
+    from slipstream.broadcaster.store import VersionStore
+    from slipstream.common.auth import Access
+    from slipstream.common.channel import open_channel
+    from slipstream.common.config import ListenConfig
+    from slipstream.common.runtime import build_server
+    from slipstream.common.state import State
+    from slipstream.common.version import PolicyVersion
+    from slipstream.trainer.host_copies import HostCopies
+    from slipstream.weights.manifest import Probe
+    from slipstream.weights.transport import GrpcWeightTransport
+
+    device = torch.device(device_name)
+    weights = {name: torch.randn(shape, device=device) for name, shape in shapes_of(size_bytes // 2).items()}
+    copies = HostCopies(device)
+
+    async def serve() -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            config = BroadcasterConfig(listen=ListenConfig(port=0), run_dir=Path(directory))
+            store = VersionStore(config.run_dir / "versions", config.max_store_bytes)
+            publications = Publications(store, State("redis://127.0.0.1:1", "load"), 1, 1.0)
+            add = broadcast_pb2_grpc.add_BroadcastServiceServicer_to_server
+            service = (add, BroadcastServicer(store, publications), "slipstream.api.broadcast.v1.BroadcastService")
+            server, port = build_server(config, [service])
+            await server.start()
+            async with open_channel(f"127.0.0.1:{port}", Access()) as channel:
+                transport = GrpcWeightTransport(channel)
+                pipe.send("ready")
+                while (step := await asyncio.to_thread(pipe.recv)) is not None:
+                    weights["model.embed_tokens.weight"].fill_(step)
+                    began_s = time.monotonic()
+                    version, probe = PolicyVersion(1, step), Probe((1, 2), (-0.5,), 0.1)
+                    tensors = await asyncio.to_thread(lambda: copies.begin(weights).arrays())
+                    manifest = await transport.publish(version, tensors, probe)
+                    pipe.send(([], f"127.0.0.1:{port}", manifest.size_bytes, time.monotonic() - began_s))
+                    await asyncio.to_thread(pipe.recv)
+                    store.prune(1, ())
+            await server.stop(None)
+
+    asyncio.run(serve())
+
+
+def read_by_grpc(pipe: Connection, device_name: str) -> None:
+    """The engine's side: from the broadcaster into memory of the host, and from there, in the pause, to the card."""
+    import asyncio
+
+    import torch
+
+    from slipstream.common.auth import Access
+    from slipstream.common.channel import open_channel
+    from slipstream.weights.transport import GrpcWeightTransport
+
+    device = torch.device(device_name)
+
+    async def fetch() -> None:
+        pipe.send("ready")
+        while (told := await asyncio.to_thread(pipe.recv)) is not None:
+            _, address, size_bytes, timeout_s = told
+            async with open_channel(address, Access()) as channel:
+                transport = GrpcWeightTransport(channel, timeout_s)
+                began_s = time.monotonic()
+                tensors = await transport.fetch(await transport.manifest())
+                transfer_s = time.monotonic() - began_s
+            began_s = time.monotonic()
+            placed = {name: torch.from_numpy(each).to(device, torch.bfloat16) for name, each in tensors.items()}
+            first = float(placed["model.embed_tokens.weight"].flatten()[0])
+            figures = {"transfer_s": transfer_s, "check_s": 0.0, "pause_s": time.monotonic() - began_s}
+            pipe.send({**figures, "first": first, "size_bytes": size_bytes})
+
+    asyncio.run(fetch())
 
 
 def read(pipe: Connection, device_name: str, other_name: str, size_bytes: int, plain_only: bool) -> None:
@@ -209,11 +293,17 @@ class Measurement:
         self._deadline_s = time.monotonic() + START_S
         size_bytes = self._arguments.size_bytes
         ours, theirs = zip(*(self._context.Pipe() for _ in range(2)), strict=True)
-        jobs = [
-            self._context.Process(target=read, args=(theirs[1], self._engine, self._trainer, size_bytes, plain_only))
-        ]
-        if not plain_only:
-            jobs.append(self._context.Process(target=lend, args=(theirs[0], self._trainer, transport, size_bytes)))
+        if transport == "grpc":
+            sides: list[tuple[Any, tuple[Any, ...]]] = [
+                (read_by_grpc, (theirs[1], self._engine)),
+                (lend_by_grpc, (theirs[0], self._trainer, min(size_bytes, GRPC_BYTES))),
+            ]
+        else:
+            sides = [
+                (read, (theirs[1], self._engine, self._trainer, size_bytes, plain_only)),
+                (lend, (theirs[0], self._trainer, transport, size_bytes)),
+            ]
+        jobs = [self._context.Process(target=side, args=given) for side, given in sides[: 1 if plain_only else 2]]
         for job in jobs:
             job.start()
         for pipe in theirs:
@@ -273,12 +363,13 @@ def main() -> int:
             failed = True
             continue
         middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
-        rate = total_bytes / middle["transfer_s"]
-        summary = {"transport": transport, "bytes": total_bytes, "updates": len(found), **middle}
+        moved = int(middle.pop("size_bytes", total_bytes))
+        rate = moved / middle["transfer_s"]
+        summary = {"transport": transport, "bytes": moved, "updates": len(found), **middle}
         write(arguments, {**summary, "gb_per_s": rate / 1e9, "of_plain": rate / plain})
         seconds = (middle[key] for key in ("transfer_s", "check_s", "pause_s", "keep_s", "end_to_end_s"))
-        rows.append((transport, total_bytes, *seconds, rate / 1e9, rate / plain))
-        between_cards = arguments.device == "cuda" and transport != "shm"
+        rows.append((transport, moved, *seconds, rate / 1e9, rate / plain))
+        between_cards = arguments.device == "cuda" and transport not in ("grpc", "shm")
         slow = rate < LEAST_FRACTION * plain or middle["pause_s"] > LONGEST_PAUSE_S * total_bytes / 1e9
         failed |= arguments.check and between_cards and slow
     heads = ("", "bytes", "transfer s", "check s", "pause s", "keep s", "end to end s", "GB/s", "of plain")

@@ -68,7 +68,7 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 
 TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "weights_smoke": (150, [*WEIGHTS, "--gigabytes", "2", "--updates", "3", "--limit-s", "30"]),
-    "weights": (300, [*WEIGHTS, "--gigabytes", "8", "--updates", "12", "--limit-s", "60", "--check"]),
+    "weights": (200, [*WEIGHTS, "--gigabytes", "4", "--updates", "10", "--limit-s", "25", "--check"]),
     "ranks_short": (150, [*RANKS, "-k", "gradient_of_one or lost or (steps and ep2)"]),
     "ranks_rest": (200, [*RANKS, "-k", REST]),
     "ranks": (300, RANKS),

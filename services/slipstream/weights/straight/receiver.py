@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ class Receiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._readers: dict[str, ReaderLink] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
     def receive(
@@ -61,14 +64,23 @@ class Receiver:
             self._reader(loan).read(loan, runs_of(slices, targets), target, reader, deadline_s)
             offsets += targets
         read_s = time.monotonic()
-        check_sums(manifest.slices, offsets, target)
-        _check_finite(target, manifest)
+        with self._beside():
+            check_sums(manifest.slices, offsets, target)
+            _check_finite(target, manifest)
         return Figures(read_s - began_s, time.monotonic() - read_s)
 
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """On a card a stream of its own: on the engine's, its steps would wait for the sums."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
 
     def _reader(self, loan: broadcast_pb2.BorrowShardResponse) -> ReaderLink:
         kind = loan.WhichOneof("memory") or ""

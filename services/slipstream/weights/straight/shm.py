@@ -49,8 +49,16 @@ class ShmReader:
         try:
             if os.fstat(fd).st_size < loan.size_bytes:
                 raise Unreachable("the trainer's memory is another's by now", path=path)
-            with mmap.mmap(fd, loan.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
-                _copy(mapped, runs, target)
+            if target.device.type == "cpu":
+                with mmap.mmap(fd, loan.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
+                    _copy(mapped, runs, target)
+                return
+            # torch has no read-only memory: nothing is written to it. It is unmapped with its last tensor.
+            own = mmap.mmap(fd, loan.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            source = torch.frombuffer(own, dtype=torch.uint8)
+            for run in runs:
+                piece = source[run.source : run.source + run.size_bytes]
+                target[run.target : run.target + run.size_bytes].copy_(piece)
         finally:
             os.close(fd)
 
@@ -59,15 +67,7 @@ class ShmReader:
 
 
 def _copy(mapped: mmap.mmap, runs: Sequence[Run], target: Tensor) -> None:
-    if target.device.type == "cpu":  # torch has no read-only memory
-        view = target.numpy()
-        source = memoryview(mapped)
-        try:
-            for run in runs:
-                view[run.target : run.target + run.size_bytes] = source[run.source : run.source + run.size_bytes]
-        finally:
-            source.release()
-        return
-    for run in runs:
-        piece = torch.frombuffer(bytearray(mapped[run.source : run.source + run.size_bytes]), dtype=torch.uint8)
-        target[run.target : run.target + run.size_bytes].copy_(piece)
+    view = target.numpy()
+    with memoryview(mapped) as source:
+        for run in runs:
+            view[run.target : run.target + run.size_bytes] = source[run.source : run.source + run.size_bytes]
