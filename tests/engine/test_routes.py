@@ -67,6 +67,16 @@ async def test_turns_that_hit_the_cache_have_the_rows_of_all_their_positions(ben
         prompt = [*prompt, *samples[0].token_ids, *prompt_of(9, seed=turn)]
 
 
+async def test_a_later_turn_finds_what_the_turn_before_sampled(bench: Bench):
+    block = bench.block
+    prompt, salt = prompt_of(block + 3), unique("salt")
+    (answer,) = await bench.ask(prompt, salt=salt, max_new_tokens=3 * block)
+    told = [*prompt, *answer.token_ids]
+    (later,) = await bench.ask([*told, *prompt_of(5, seed=1)], salt=salt, max_new_tokens=4)
+    assert later.cached_token_count == (len(told) - 1) // block * block
+    assert later.token_ids == (await bench.ask([*told, *prompt_of(5, seed=1)], max_new_tokens=4))[0].token_ids
+
+
 async def test_rows_that_an_earlier_turn_has_are_not_recorded_again(bench: Bench):
     prompt, salt = prompt_of(2 * bench.block + 5), unique("salt")
     (answer,) = await bench.ask(prompt, salt=salt, max_new_tokens=16)

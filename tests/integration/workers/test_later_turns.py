@@ -19,12 +19,12 @@ async def test_later_turns_and_branches_hit_the_prefix_and_have_all_rows(cluster
     (rollout,) = conversation.rollouts
     cached = [rollout.cached_token_count]
     for token_ids in ([7, 8, 9], [1, 2], [3]):
-        asked = len(rollout.token_ids) - len(rollout.answer)
+        told = len(rollout.token_ids)
         await turns.until_warm([*rollout.token_ids, *token_ids])
         await turns.reply(conversation, 0, token_ids)
         cached.append(rollout.cached_token_count)
-        # All whole blocks of the prompt before are there, but for the last token's.
-        assert cached[-1] - cached[-2] >= (asked - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        # All whole blocks of the turn before are there, those that it sampled, too, but for the last token's.
+        assert cached[-1] - cached[-2] >= (told - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     shared = rollout.sampled[1][1]
     branch = rollout.branch(shared, [5, 6])
     conversation.add(1, branch)

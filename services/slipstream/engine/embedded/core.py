@@ -374,11 +374,24 @@ class EngineCore:
         count = self.batch.sampled_count(row)
         if request.capture_routes and count:
             self._emit_routes(sample.sample_id, sample.table, first, first + count)
+        if reason != "aborted":  # nobody goes on from there
+            self._keep_sampled(row)
         chunk = self.batch.take_chunk(row, reason)
-        self.blocks.release(sample.table)
+        self.blocks.release(reversed(sample.table))  # its end is given up first: what comes before is others', too
         self.batch.remove(row)
         active.running.discard(sample.index)
         self._emit_chunks(active, [chunk])
+
+    def _keep_sampled(self, row: int) -> None:
+        """Let later prompts find what a sample's tokens have KV of: the next turn begins with them."""
+        sample, size = self.batch.samples[row], self.config.block_size_tokens
+        request, count = sample.owner.request, self.batch.sampled_count(row)
+        # The newest token has no KV yet.
+        token_ids = [*request.token_ids, *self.batch.out_token[row, : max(0, count - 1)].tolist()]
+        hashes = block_hashes(request.salt, token_ids, size)
+        for block in sample.table[(len(request.token_ids) - 1) // size : len(hashes)]:
+            self.blocks.oldest[block] = sample.oldest
+        self.blocks.register(sample.table[: len(hashes)], hashes, request.salt)
 
     def _end_unadmitted(self, active: ActiveDecode) -> int:
         """End a request's samples that never ran."""
