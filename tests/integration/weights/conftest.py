@@ -27,7 +27,7 @@ from slipstream.weights.straight.host import HostReceiver
 from slipstream.weights.straight.transport import StraightWeightTransport
 from slipstream.weights.transport import GrpcWeightTransport
 
-START_S = 60.0
+START_S = 100.0
 
 
 class Redis:
