@@ -93,7 +93,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Cut]]:
         whole = first.untyped_storage().nbytes() // first.itemsize
         alike = all(tensors[name].is_contiguous() and tensors[name].dtype == first.dtype for name in names)
         if len(names) > 1 and alike and sum(tensors[name].numel() for name in names) == whole:
-            cuts = {name: (tensors[name].storage_offset(), tensors[name].shape) for name in names}
+            cuts = {name: (int(tensors[name].storage_offset()), tensors[name].shape) for name in names}
             pieces[names[0]] = first.as_strided((whole,), (1,), 0), partial(_cut, cuts)
         else:
             pieces |= {name: (tensors[name].detach(), partial(_one, name)) for name in names}
