@@ -91,8 +91,24 @@ class ArrayTransport:
         raise AssertionError("workers do not publish")
 
     async def publish_shard(
-        self, version: PolicyVersion, slices: tuple[WeightSlice, ...], buffers: list[memoryview], rank: int = 0
+        self,
+        version: PolicyVersion,
+        slices: tuple[WeightSlice, ...],
+        buffers: list[memoryview],
+        rank: int = 0,
+        source: str = "",
     ) -> int:
+        raise AssertionError("workers do not publish")
+
+    async def publish_slices(
+        self,
+        version: PolicyVersion,
+        slices: tuple[WeightSlice, ...],
+        buffers: list[memoryview],
+        probe: Probe,
+        adapter: Adapter | None = None,
+        source: str = "",
+    ) -> Manifest:
         raise AssertionError("workers do not publish")
 
     async def seal_version(self, version: PolicyVersion, probe: Probe, adapter: Adapter | None = None) -> Manifest:
