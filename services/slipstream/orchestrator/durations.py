@@ -81,12 +81,20 @@ class Durations:
         """Median time of a step, waits included; None before a few are trained."""
         return median(self._between_s) if len(self._between_s) >= _FEWEST_STEPS else None
 
-    def restore(self, groups: Mapping[str, Sequence[Sequence[float | None]]], step_times_s: Sequence[float]) -> None:
-        """Go on with what earlier processes saw."""
+    def restore(
+        self,
+        groups: Mapping[str, Sequence[Sequence[float | None]]],
+        step_times_s: Sequence[float],
+        *,
+        surplus: bool = False,
+    ) -> None:
+        """Go on with what earlier processes saw. `surplus`: what is cut off is meant to be, and says nothing."""
         for name, known in groups.items():
             if name in self._groups:
                 self._groups[name].extend(
-                    (math.inf if took_s is None else took_s, least_s or 0.0) for took_s, least_s in known
+                    (math.inf if took_s is None else took_s, least_s or 0.0)
+                    for took_s, least_s in known
+                    if took_s is not None or not surplus
                 )
         self._between_s.extend(step_times_s)
 

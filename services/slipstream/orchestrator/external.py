@@ -101,6 +101,7 @@ class ExternalGroups:
             request = rollout_pb2.CreateRolloutRequest()
             rollout = rollout_pb2.Rollout(group_id=said["group"], state=rollout_pb2.ROLLOUT_STATE_QUEUED)
             if said["rollout"]:
+                request.request_id = said["request_id"]
                 rollout = unpack(said["rollout"], rollout_pb2.Rollout)
             else:
                 request = unpack(said["request"], rollout_pb2.CreateRolloutRequest)

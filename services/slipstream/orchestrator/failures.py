@@ -125,7 +125,6 @@ class Failures:
                 "backed_off",
                 environment=name,
                 pause_s=pause_s,
-                failing_s=round(self._clock() - streak.since, 3),
                 count=streak.count,
                 groups=sorted(streak.groups)[-KEPT_GROUPS:],
                 detail=streak.detail,
@@ -144,19 +143,18 @@ class Failures:
                 ENVIRONMENTS, f"every environment is backed off, the last as {sentence}" if every else sentence
             )
 
-    def restore(self, backed_off: Mapping[str, Mapping[str, Any]], time_s: float) -> None:
-        """Go on with what an earlier process had backed off, whose last word was at `time_s`."""
+    def restore(self, backed_off: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on with what an earlier process had backed off. For how long is counted anew: meanwhile nobody tried."""
         for name, said in backed_off.items():
             if not self._breakers.reopened(name, said["pause_s"]):
                 continue  # the run has no such environment any more
-            failing_s = said["failing_s"] + max(0.0, time_s - said["time_s"])
-            streak = FailureStreak(said["count"], self._clock() - failing_s, said["detail"], said["runner"])
+            streak = FailureStreak(said["count"], self._clock(), said["detail"], said["runner"])
             streak.groups.update(said["groups"])
             self.streaks[name] = streak
             self._show(name, streak)
 
     def pardon(self, now: float) -> None:
-        """The run was paused for another reason: no streak grew longer meanwhile."""
+        """Nothing could be tried, for another reason: no streak grew longer meanwhile."""
         for streak in self.streaks.values():
             streak.since = now
 

@@ -110,7 +110,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CreateRollout(
         self, request: rollout_pb2.CreateRolloutRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.CreateRolloutResponse:
-        return await self._answers.once(request, lambda: self._create(request))
+        answer = await self._answers.once(request, lambda: self._create(request))
+        await self._journal.settle()  # beyond `once`: a call that is cut off here has made its group
+        return answer
 
     async def _create(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
         self._state.refuse_ended("it takes no more rollouts")
@@ -118,10 +120,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if request.HasField("task") and name not in known:
             raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
         group = self._groups.asked(request) or self._groups.create(request)
-        answer = rollout_pb2.CreateRolloutResponse(rollout=group.rollout)
         self._sequencer.admission_may_have_opened()
-        await self._journal.settle()
-        return answer
+        return rollout_pb2.CreateRolloutResponse(rollout=group.rollout)
 
     async def GetRollout(
         self, request: rollout_pb2.GetRolloutRequest, context: grpc.aio.ServicerContext
@@ -173,7 +173,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def OpenSession(
         self, request: rollout_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.OpenSessionResponse:
-        return await self._answers.once(request, lambda: self._desk.open(request))
+        answer = await self._answers.once(request, lambda: self._desk.open(request))
+        await self._journal.settle()
+        return answer
 
     async def GetSession(
         self, request: rollout_pb2.GetSessionRequest, context: grpc.aio.ServicerContext
@@ -205,7 +207,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CloseSession(
         self, request: rollout_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.CloseSessionResponse:
-        return await self._answers.once(request, lambda: self._desk.close(request))
+        answer = await self._answers.once(request, lambda: self._desk.close(request))
+        await self._journal.settle()
+        return answer
 
 
 def _page_start(token: str) -> int:

@@ -146,6 +146,12 @@ class History:
         attempts = frozenset(zip(map(group_id_of, record["positions"]), record["attempts"], strict=True))
         return SealedPlan(step, plans, record["figures"], rows, attempts)
 
+    def begin_again(self) -> None:
+        """Whoever starts a run that failed thinks that it can go on: what it failed by gets another try."""
+        if self.ended == "failed":
+            self.ended = self.reason = ""
+            self.backed_off, self.skipped_in_a_row = {}, 0
+
     # ---- one record
 
     def take(self, record: Record) -> None:
@@ -195,8 +201,7 @@ class History:
 
     def _resumed(self, record: Record) -> None:
         self._begin(record)
-        if self.ended == "failed":
-            self.ended = self.reason = ""
+        self.begin_again()
 
     def _begin(self, record: Record) -> None:
         self.bound = record.get("max_off_policy_steps")
@@ -295,14 +300,15 @@ class History:
 
     def _external(self, record: Record) -> None:
         name = record["group"]
-        asked = {} if record["rollout"] else {"request": self.external.get(name, {}).get("request")}
+        before = self.external.pop(name, {})  # what ended last is the last of them
+        asked = {} if record["rollout"] else {"request": before.get("request")}
         self.external[name] = {**asked, **record}
         ended = [(each, said) for each, said in self.external.items() if said["rollout"]]
-        size_bytes = sum(len(said["rollout"]) for _, said in ended)
+        count, size_bytes = len(ended), sum(len(said["rollout"]) for _, said in ended)
         for each, said in ended[:-1]:
-            if len(ended) <= KEPT_EXTERNAL and size_bytes <= KEPT_EXTERNAL_BYTES:
+            if count <= KEPT_EXTERNAL and size_bytes <= KEPT_EXTERNAL_BYTES:
                 break
-            size_bytes -= len(said["rollout"])
+            count, size_bytes = count - 1, size_bytes - len(said["rollout"])
             del self.external[each]
 
     def _restored(self, record: Record) -> None:

@@ -46,6 +46,7 @@ def earlier_history(journal: Journal, config: OrchestratorConfig) -> History | N
 
 def take_up(history: History, sequencer: Sequencer, state: RunState, metrics: MetricsFile) -> None:
     """Go on where the earlier process left it, or say once more how the run ended."""
+    history.begin_again()
     sequencer.resume(history)
     state.accuracies += [result for results in history.accuracies.values() for result in results]
     figures = {

@@ -179,8 +179,9 @@ class Sequencer:
         self.plans = {step: history.plan(step) for step in history.sealed}
         self.totals.restore(history.totals)
         self.state.step = history.trained_step
-        self.failures.restore(history.backed_off, history.time_s)
-        self.durations.restore(history.durations, history.step_times_s)
+        self.failures.restore(history.backed_off)
+        surplus = self.config.over_sampling > 1.0
+        self.durations.restore(history.durations, history.step_times_s, surplus=surplus)
         skipped = range(history.trained_step - history.skipped_in_a_row + 1, history.trained_step + 1)
         self.skipped.restore([self.plans[step] for step in skipped if step in self.plans])
         self.external.restore(history.external)

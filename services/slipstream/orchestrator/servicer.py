@@ -39,7 +39,12 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
     async def AcquireGroups(
         self, request: runner_pb2.AcquireGroupsRequest, context: grpc.aio.ServicerContext
     ) -> runner_pb2.AcquireGroupsResponse:
-        return await self._answers.once(request, lambda: self._acquire(request))
+        answer = await self._answers.once(request, lambda: self._acquire(request))
+        if answer.groups:  # engines keep what they compute under these names: none must be given out twice
+            await (
+                self._journal.settle()
+            )  # beyond `once`: a call that is cut off here is answered the same when repeated
+        return answer
 
     async def _acquire(self, request: runner_pb2.AcquireGroupsRequest) -> runner_pb2.AcquireGroupsResponse:
         sequencer = self._sequencer
@@ -50,11 +55,8 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
         # Others may have taken over, or the lease may have run out, while this call waited.
         runner = self._renew(request.runner_id, request.runner_epoch)
         runner.address = request.address
-        groups = sequencer.acquire(runner, request.max_groups)
-        if groups:  # engines keep what they compute under these names: none must be given out twice
-            await self._journal.settle()
         return runner_pb2.AcquireGroupsResponse(
-            groups=groups,
+            groups=sequencer.acquire(runner, request.max_groups),
             lease_ttl_ms=self._ttl_ms,
             run_ended=self._state.ended,
         )

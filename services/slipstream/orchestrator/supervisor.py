@@ -99,7 +99,7 @@ class Supervisor:
     def hopeless(self) -> str | None:
         """Return one sentence on why the run cannot go on, or None."""
         config, now = self._config, self._clock()
-        if self._state.closed:
+        if self._state.closed or not self._state.serving:  # a new process waits for the engines, too
             self._sequencer.failures.pardon(now)
         for name, streak in self._sequencer.failures.streaks.items():
             if streak.count > 1 and now - streak.since > config.failing_environment_timeout_s:
@@ -107,7 +107,7 @@ class Supervisor:
         if self._sequencer.skipped.sentence:
             return self._sequencer.skipped.sentence
         if not self._state.serving:
-            if self._state.pauses:
+            if self._state.closed:
                 self._started_at = now
             if now - self._started_at > config.start_timeout_s:
                 published = str(self._state.published) if self._state.published else "no version"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -67,11 +68,11 @@ async def test_what_was_acknowledged_outlives_a_loss_of_power(
     monkeypatch.setattr(os, "fsync", noting_fsync)
     async with make_world(**fields) as world:
         world.publish(0)
-        groups = await world.acquire(wait_ms=3000)
+        groups = await world.acquire(wait_ms=8000)
         await world.report(*map(world.finished, groups[:2]))
         await world.train((await world.plan(1)).plan)
         world.publish(1)
-        groups += await world.acquire(wait_ms=5000)
+        groups += await world.acquire(wait_ms=8000)
         await world.runs.PauseRun(run_pb2.PauseRunRequest(request_id="1", reason="the agents rest"), timeout=10)
         path = world.orchestrator.journal.path
         on_disk = path.read_bytes()[: synced[path.stat().st_ino]]
@@ -86,6 +87,86 @@ async def test_what_was_acknowledged_outlives_a_loss_of_power(
         await world.runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="2"), timeout=10)
         assert (await world.run()).state == run_pb2.RUN_STATE_RUNNING
     assert check_records(read_journal(path).records).processes == 2
+
+
+async def test_a_call_that_is_cut_off_while_the_journal_is_written_is_answered_the_same_when_it_is_repeated(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    fsync = os.fsync
+
+    def slow_fsync(descriptor: int) -> None:
+        written.wait(30)
+        fsync(descriptor)
+
+    async with make_world(runner_lease_ttl_s=60.0) as world:
+        world.publish(0)
+        await world.until(lambda run: run.serving.incarnation == 1 and run.phase == "training")
+        acquire = runner_pb2.AcquireGroupsRequest(
+            request_id="a", runner_id="runner-1", runner_epoch="1", max_groups=4, wait_ms=5000
+        )
+        create = rollout_pb2.CreateRolloutRequest(request_id="c", prompt="hello", sample_count=1)
+        monkeypatch.setattr(os, "fsync", slow_fsync)
+
+        async def cut_off_and_repeated(call: Any, request: Any) -> Any:
+            written.clear()
+            try:
+                with pytest.raises(grpc.aio.AioRpcError) as cut:
+                    await call(request, timeout=1.0)
+                assert cut.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            finally:
+                written.set()
+            return await call(request, timeout=10)
+
+        groups = (await cut_off_and_repeated(world.runners.AcquireGroups, acquire)).groups
+        known = {(group.position, group.attempt) for group in world.orchestrator.sequencer.machine}
+        assert {(group.position, group.attempt) for group in groups} == known
+        assert len(known) == 4
+        created = (await cut_off_and_repeated(world.rollouts.CreateRollout, create)).rollout
+        listed = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(), timeout=10)
+        assert [rollout.group_id for rollout in listed.rollouts] == [created.group_id]
+
+
+async def test_a_run_that_failed_by_an_environment_gets_another_try(make_world: Make, background: Background) -> None:
+    fields = {
+        "groups_per_step": 1,
+        "failing_environment_timeout_s": 1.0,
+        "breaker": BreakerConfig(open_after_failures=2, first_pause_s=0.1, max_pause_s=0.2),
+        "environments": [EnvironmentConfig(name="words")],
+    }
+    async with make_world(**fields) as world:
+
+        async def runner() -> None:
+            world.publish(0)
+            while True:
+                if groups := await world.acquire(count=2):
+                    await world.report(*map(world.failed, groups))
+
+        async with background(runner()):
+            run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FAILED)
+        assert "failed in a row" in run.reason
+    async with make_world(**fields) as world:
+        assert not (await world.run()).warnings, "nothing is backed off"
+        world.publish(0)
+        groups = await world.acquire(wait_ms=8000)
+        await world.report(*map(world.finished, groups))
+        assert (await world.plan(1)).HasField("plan")
+
+
+async def test_while_engines_are_waited_for_no_environment_fails_any_longer(make_world: Make) -> None:
+    fields = {
+        "breaker": BreakerConfig(open_after_failures=2, first_pause_s=30.0, max_pause_s=30.0),
+        "environments": [EnvironmentConfig(name="words")],
+    }
+    async with make_world(**fields) as world:
+        world.publish(0)
+        groups = await world.acquire(count=2, wait_ms=8000)
+        await world.report(*map(world.failed, groups))
+        assert "is backed off" in (await world.run()).reason
+    async with make_world(failing_environment_timeout_s=0.1, start_timeout_s=1.5, **fields) as world:
+        run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FAILED)
+        assert ["is backed off" in warning for warning in run.warnings] == [True]
+        assert run.reason.startswith("no version was served after ")
 
 
 async def test_a_restarted_orchestrator_knows_the_groups_of_third_parties_and_what_it_had_backed_off(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -357,3 +358,29 @@ async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them
         path = agent.world.orchestrator.journal.path
     assert lost.position == 2
     assert check_records(read_journal(path).records).processes == 2
+
+
+async def test_a_session_and_its_reward_are_on_disk_before_its_agent_hears_of_them(
+    make_agent: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[int, int] = {}
+    fsync = os.fsync
+
+    def noting_fsync(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        fsync(descriptor)
+        synced[about.st_ino] = about.st_size
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    async with make_agent() as agent:
+        path = agent.world.orchestrator.journal.path
+
+        def records_on_disk(session_id: str) -> int:
+            data = path.read_bytes()[: synced[path.stat().st_ino]]
+            return data.count(f'"session_id":"{session_id}"'.encode())
+
+        await agent.assigned(agent.open(group_key="t", group_size=2))
+        joined = await agent.open(group_key="t", group_size=2)
+        assert records_on_disk(joined.session_id) == 1
+        await agent.close(joined.session_id, 1.0)
+        assert records_on_disk(joined.session_id) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,19 @@ from typing import Any
 
 import pytest
 
+from slipstream.algorithms.staleness import AgeOut
 from slipstream.api.rollout.v1 import rollout_pb2
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator import replay as replay_module
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
+from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.replay import KEPT_SESSIONS, History, replay
 from slipstream.orchestrator.resume import earlier_history
+from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.session_history import KeptSession
 from slipstream.orchestrator.summary import summary_of
 
@@ -137,6 +143,36 @@ def test_what_was_backed_off_is_known_with_its_last_pause(found, run) -> None:
     history = found(run, said, {**said, "environment": "other"}, {**said, "pause_s": 2.0})
     assert {name: record["pause_s"] for name, record in history.backed_off.items()} == {"words": 2.0, "other": 1.0}
     assert found({"kind": "healed", "environment": "words"}).backed_off.keys() == {"other"}
+
+
+def test_what_a_run_failed_by_is_forgotten_when_it_is_started_again(found, run) -> None:
+    said = {"kind": "backed_off", "environment": "words", "pause_s": 1.0}
+    history = found(run, said, {"kind": "run_ended", "state": "failed", "reason": "words"})
+    assert (history.ended, history.backed_off.keys()) == ("failed", {"words"})
+    history = found({**run, "kind": "resumed"})
+    assert (history.ended, history.backed_off) == ("", {})
+
+
+def test_groups_cut_off_as_surplus_say_nothing_of_how_long_an_environment_takes(tmp_path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", lambda: 0.0)
+    state = RunState("r", 1, metrics)
+    known = {"words": [[2.0, 2.0]] * 10 + [[None, 5.0]] * 10}
+    for surplus, p90_s in ((False, (math.inf, 5.0)), (True, (2.0, 2.0))):
+        durations = Durations({"words": AgeOut.REGENERATE}, 2, state, lambda: 0.0)
+        durations.restore(known, [], surplus=surplus)
+        assert durations.p90_s("words") == p90_s
+    metrics.close()
+
+
+def test_of_third_parties_groups_those_that_ended_last_are_kept(found, run, monkeypatch) -> None:
+    monkeypatch.setattr(replay_module, "KEPT_EXTERNAL", 2)
+    said = {"kind": "external", "attempts": 0, "lost": 0, "request_id": ""}
+    opened = [{**said, "group": name, "rollout": "", "request": "asked"} for name in "abcd"]
+    ended = [{**said, "group": name, "rollout": "answered"} for name in "dcb"]
+    history = found(run, *opened, *ended)
+    assert history.external.keys() == {"a", "b", "c"}
+    assert history.external["a"]["request"] == "asked"
+    assert found({**ended[0], "group": "a"}).external.keys() == {"a", "b"}
 
 
 def test_a_summary_stands_for_the_records_before_it(found, run) -> None:
