@@ -63,6 +63,18 @@ def test_the_pool_never_loses_or_shares_a_block_by_mistake(operations):
     assert pool.used == pool.dead_count == 0
 
 
+def test_what_goes_on_from_a_prompt_whose_salt_has_ended_is_not_kept():
+    pool, hashes = BlockPool(4), block_hashes("a", [1, 2, 3, 4, 5, 6], 2)
+    blocks = pool.allocate(3)
+    pool.register(blocks[:1], hashes[:1], "a")
+    pool.end_salt("a")
+    pool.register(blocks, hashes, "a")
+    pool.release(blocks)
+    pool.check()
+    assert [event.kind for event in pool.drain_events()] == ["stored", "removed"]
+    assert len(pool._free) == 4
+
+
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 operation = st.one_of(
     st.tuples(st.just("decode"), prompts, st.integers(1, 5), st.integers(1, 6)),

@@ -134,6 +134,7 @@ class SandboxClient:
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Put files under /files, for programs that start later. Raises `SlipstreamError`."""
+        before = self._files.copy()
         self._files.update(files)
 
         async def write() -> None:
@@ -145,7 +146,15 @@ class SandboxClient:
                     raise
                 await self._sandbox(gone=sandbox_id)  # made anew, with all files
 
-        await self._while_away(write)
+        try:
+            await self._while_away(write)
+        except SlipstreamError:  # a sandbox that is made anew would be refused with them
+            for path in files:
+                if self._files.get(path) is files[path]:
+                    self._files.pop(path)
+                    if path in before:
+                        self._files[path] = before[path]
+            raise
 
     async def read_files(self, paths: Sequence[str]) -> list[bytes]:
         """Files under /files as the executor has them, in order. Raises `SlipstreamError`."""

@@ -7,6 +7,7 @@ The router leaves Prefill out where the decode worker may compute the prompt its
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,10 +137,12 @@ class TurnAttempt:
         finally:
             telemetry.turns.labels(outcome).inc()
             self._peers.release_routes(self._references() if left is None else left)
-            if outcome != "finished":
-                await self._abort()
-            if self.placement is not None:
-                self._peers.release_placement(self.placement.placement_id)
+            try:
+                if outcome != "finished":
+                    await self._abort_whole()
+            finally:
+                if self.placement is not None:
+                    self._peers.release_placement(self.placement.placement_id)
 
     @property
     def delivered(self) -> dict[int, int]:
@@ -311,6 +314,21 @@ class TurnAttempt:
     def _references(self) -> list[types_pb2.RowsRef]:
         candidates = [self._prompt_routes, *(segment.routes for segment in self.segments.values())]
         return [ref for ref in candidates if ref is not None]
+
+    async def _abort_whole(self) -> None:
+        """`_abort` to its end, also where the caller is cancelled at it, or again: by another deadline that is over, or
+        with its group. Whoever cancels takes the blocks for free afterwards.
+        """
+        aborting = asyncio.ensure_future(self._abort())
+        cancelled = False
+        while not aborting.done():
+            try:
+                await asyncio.wait([aborting])
+            except asyncio.CancelledError:
+                cancelled = True
+        aborting.result()
+        if cancelled:
+            raise asyncio.CancelledError
 
     async def _abort(self) -> None:
         """End what is left at the workers and wait until their blocks are free.

@@ -154,14 +154,18 @@ def closing_fd(descriptor: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read_report(descriptor: int) -> dict[str, Any]:
+def read_report(descriptor: int) -> dict[str, Any]:
     """What the watchdog of a process that ended left in the pipe; nothing where it said nothing."""
     os.set_blocking(descriptor, False)
     try:
         data = os.read(descriptor, MAX_REPORT_BYTES)
     except BlockingIOError:  # what it forked holds the other end
         return {}
-    return json.loads(data) if data else {}
+    try:
+        said = json.loads(data)
+        return {"request": int(said["request"]), "blocked_s": float(said["blocked_s"]), "where": str(said["where"])}
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # nothing, or environment code wrote there
+        return {}
 
 
 async def _close_after(process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
@@ -392,7 +396,7 @@ class EnvironmentWorker:
             watching.cancel()
             self._writer.close()
             self._open.clear()
-            self._fail_waiting(_read_report(report))
+            self._fail_waiting(read_report(report))
             os.close(report)
         with suppress(TimeoutError):  # it closed its socket: it is ending by itself
             async with asyncio.timeout(EXIT_TIMEOUT_S):

@@ -156,6 +156,8 @@ class FakeWorker(
         self.early: list[int] = []
         """Samples of a request that pass it, in this order."""
         self.abort_s = 0.0
+        self.abort_count = 0
+        """Of aborts that it was asked for."""
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
         self.released_rows: list[str] = []
@@ -192,6 +194,7 @@ class FakeWorker(
         yield response
 
     async def Abort(self, request: Any, context: Any) -> Any:
+        self.abort_count += 1
         await asyncio.sleep(self.abort_s)
         self.events.append(("aborted", self.replica, request.request_id))
         if isinstance(request, prefill_pb2.PrefillServiceAbortRequest):

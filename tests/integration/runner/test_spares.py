@@ -43,6 +43,21 @@ async def test_of_members_that_end_together_no_more_than_are_needed_are_taken(st
     assert not {f"d/g1.1.1.{index}" for index in range(3)} & set(worker.released_rows)
 
 
+async def test_a_group_that_is_cancelled_while_its_spares_are_aborted_waits_for_that(start_world: Any) -> None:
+    world = await start_world()
+    worker = world.workers["decode-1"]
+    worker.early, worker.abort_s = [1], 0.5
+    worker.gate.clear()
+    group_id = await world.give(samples=2, needed=1)
+    await world.until(lambda: worker.abort_count > 0)
+    world.orchestrator.cancelled[group_id] = "AGED_OUT"
+    await world.orchestrator.tell()
+    await world.until(lambda: ("acknowledged", "orchestrator", group_id) in world.events)
+    kinds = [kind for kind, at, _ in world.events if at in ("decode-1", "orchestrator")]
+    assert kinds == ["aborted", "acknowledged"]
+    await world.until(lambda: "place/g1.1.1" in world.router.released)
+
+
 async def test_members_that_had_ended_before_a_restart_are_the_group_after_it(start_world: Any, tmp_path: Path) -> None:
     file = tmp_path / "go"
     options = {"behaviour": "waits", "file": str(file)}

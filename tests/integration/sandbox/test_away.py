@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
 from slipstream.common.auth import Access
-from slipstream.common.errors import Draining, SandboxUnknown, SlipstreamError
+from slipstream.common.errors import Draining, InvalidRequest, SandboxUnknown, SlipstreamError
 from slipstream.common.runtime import build_server
 from slipstream.common.sandbox_client import SandboxClient
 
@@ -38,6 +38,8 @@ class Restarting(sandbox_pb2_grpc.SandboxServiceServicer):
 
     async def WriteFiles(self, request: Any, context: Any) -> sandbox_pb2.WriteFilesResponse:
         self._refuse("files")
+        if any(file.path == "refused" for file in request.files):
+            raise InvalidRequest("no such name", field="path")
         self.files.setdefault(request.sandbox_id, {}).update({file.path: file.data for file in request.files})
         return sandbox_pb2.WriteFilesResponse()
 
@@ -106,6 +108,18 @@ async def test_a_program_that_was_killed_with_its_sandbox_is_run_in_another(clie
     servicer.endings = [ending]
     result = await client.run_python("print(1)")
     assert (result.ok, result.stdout) == (True, b"sandbox-1")
+    assert servicer.files["sandbox-1"] == {"a": b"1"}
+
+
+async def test_files_that_were_refused_are_none_of_a_sandbox_that_is_made_anew(client_of) -> None:
+    servicer = Restarting(0, 0)
+    client = await client_of(servicer)
+    await client.write_files({"a": b"1"})
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            await client.write_files({"a": b"2", "refused": b"3"})
+    servicer.endings = [sandbox_pb2.OUTCOME_EXPIRED]
+    assert (await client.run_python("print(1)")).ok
     assert servicer.files["sandbox-1"] == {"a": b"1"}
 
 

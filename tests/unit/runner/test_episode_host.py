@@ -127,10 +127,13 @@ class NeedingASandbox(Waiting):
     """Episodes whose first step runs a program."""
 
     needs_sandbox = True
+    session: SandboxClient
 
     async def setup(self, task: Task, tools: Tools) -> WaitingEpisode:
         episode = WaitingEpisode(self.events)
         session = tools.open_session()
+        assert isinstance(session, SandboxClient)
+        self.session = session
 
         async def step(message: Message) -> list[Message]:
             try:
@@ -150,6 +153,12 @@ async def test_a_step_that_finds_no_executor_says_that_it_is_away(away_timeout_s
         environment.limits = Limits(step_timeout_s=step_timeout_s)
         host = EpisodeHost(sandbox, 60.0)
         (number,) = await begun(host, environment)
+        asking = asyncio.create_task(environment.session.run(["true"]))
+        async with asyncio.timeout(30):
+            while not environment.session.away:  # noqa: ASYNC110 the first call that is refused says so
+                await asyncio.sleep(0.01)
         answer = await asyncio.create_task(host.turn({"episode": number, **TURN}))
         assert answer["away"], answer
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
         await host.close()

@@ -103,7 +103,9 @@ class BlockPool:
         """Make held, filled blocks findable. A hash that is known already keeps its block."""
         stored: list[int] = []
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if block_hash not in self._block_of and block not in self._hash_of and block not in self._dead:
+            if block in self._dead:  # the salt has ended: what follows would stay, and nobody would find it
+                break
+            if block_hash not in self._block_of and block not in self._hash_of:
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
                 self._salt_of[block] = salt
