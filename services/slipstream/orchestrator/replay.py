@@ -60,7 +60,7 @@ KEPT_EXTERNAL_BYTES = 8 << 20
 SUMMED_UP = (
     *("run_id", "seed", "bound", "ended", "reason", "paused", "incarnation", "lineage_step", "sealed_step"),
     *("trained_step", "next_position", "checkpoint_step", "released_step", "totals", "skipped_in_a_row", "began_s"),
-    *("time_s", "backed_off", "durations", "step_times_s", "last_trained_s", "external"),
+    *("backed_off", "durations", "step_times_s", "last_trained_s", "external"),
 )
 """Fields of a `History` that a summary has as they are."""
 
@@ -122,8 +122,6 @@ class History:
     totals: dict[str, Any] = field(default_factory=dict[str, Any])
     began_s: float = 0.0
     """When the latest process began, in Unix seconds: how long what was under way before took, nobody measured."""
-    time_s: float = 0.0
-    """When the last record was appended."""
     skipped_in_a_row: int = 0
     backed_off: dict[str, Record] = field(default_factory=dict[str, Record])
     """By environment: what was said of it last."""
@@ -161,7 +159,6 @@ class History:
             return
         try:
             handle(self, record)
-            self.time_s = record.get("time_s", self.time_s)
         except (KeyError, ValueError) as error:
             number, kind = record.get("n"), record["kind"]
             raise JournalCorrupt(

@@ -160,6 +160,9 @@ async def test_more_than_may_wait_is_refused_and_what_nobody_waits_for_is_droppe
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     running = asyncio.create_task(desk.run())
+    async with asyncio.timeout(30):
+        while desk.token_count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert len(await asyncio.wait_for(desk.ask([ask]), 30)) == 1, "there is room again"
     assert desk.token_count == 0
     running.cancel()
