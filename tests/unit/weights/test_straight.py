@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common import errors
+from slipstream.common.config import ConfigError
 from slipstream.common.version import PolicyVersion
 from slipstream.weights.checksum import slice_checksum
-from slipstream.weights.manifest import WeightSlice
+from slipstream.weights.config import WeightsConfig
+from slipstream.weights.manifest import Manifest, Source, WeightSlice
+from slipstream.weights.straight.collective import CollectiveLender, CollectiveReader
 from slipstream.weights.straight.copies import KeptCopies
+from slipstream.weights.straight.lender import Lender
 from slipstream.weights.straight.links import Run, runs_of, target_offsets
 from slipstream.weights.straight.memory import DeviceMemory
 from slipstream.weights.straight.packing import TensorBox, pack
+from slipstream.weights.straight.receiver import Receiver
 
 V = [PolicyVersion(1, step) for step in range(8)]
 CPU = torch.device("cpu")
@@ -29,9 +40,12 @@ class Bench:
     def __init__(self, limit: int = 2, lease_s: float = 60.0) -> None:
         self.now_s = 100.0
         self.allocated: list[int] = []
+        self.free_bytes = 1 << 20
         self.copies = KeptCopies(self.allocate, limit, lease_s, lambda: self.now_s)
 
     def allocate(self, size_bytes: int) -> DeviceMemory:
+        if size_bytes > self.free_bytes:
+            raise MemoryError
         self.allocated.append(size_bytes)
         return DeviceMemory(size_bytes, CPU)
 
@@ -66,6 +80,16 @@ def test_a_tensor_larger_than_a_chunk_has_the_sum_of_the_manifest():
     assert part.checksum == slice_checksum("w", values.numpy(), (3, 50_000), (0, 0))
 
 
+def test_the_kernel_of_a_card_gives_the_same_sums():
+    """By triton's interpreter, which is chosen before triton is imported."""
+    program = Path(__file__).with_name("fused_sums.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.strip().endswith("alike"), done.stderr[-2000:]
+
+
 def test_no_more_versions_are_kept_than_allowed_and_their_memory_is_used_again():
     bench = Bench(limit=2)
     for version in V[1:6]:
@@ -94,6 +118,20 @@ def test_a_lent_copy_is_not_overwritten_until_it_is_given_back():
     assert bench.copies.versions == [V[2]]
 
 
+def test_a_larger_version_takes_the_place_of_a_smaller_one_or_none_if_there_is_no_memory():
+    bench = Bench(limit=1)
+    bench.keep(V[1])
+    large = [TensorBox("w", (9,), (0,), torch.ones(9))]
+    bench.free_bytes = 0
+    with pytest.raises(MemoryError):
+        pack(bench.copies, V[2], large, "float32")
+    assert bench.copies.size_bytes == 0
+    bench.free_bytes = 36
+    pack(bench.copies, V[2], large, "float32")
+    assert bench.copies.versions == [V[2]]
+    assert bench.allocated == [16, 36]
+
+
 def test_a_loan_that_is_over_is_void_once_its_copy_is_overwritten():
     bench = Bench(limit=1, lease_s=5.0)
     bench.keep(V[1])
@@ -111,6 +149,70 @@ def test_slices_that_lie_back_to_back_on_both_sides_are_one_stretch():
     parts = [WeightSlice(name, (2, 8), (0, 0), (2, 8), "float32", 64, 0, 0) for name in "abc"]
     assert runs_of(parts, target_offsets(parts, {"a": 0, "b": 64, "c": 128})) == [Run(0, 0, 192)]
     assert runs_of(parts, target_offsets(parts, {"a": 0, "b": 256, "c": 320})) == [Run(0, 0, 64), Run(64, 256, 128)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0, 2, 8]), st.booleans()), max_size=12), st.integers(0, 3))
+def test_stretches_are_those_of_the_slices_in_few(parts, start):
+    """Whatever follows whatever, with slices of nothing among them."""
+    slices, targets, at, after = [], [], 0, start
+    expected: dict[int, int] = {}
+    for size, apart in parts:
+        after += 100 if apart else 0
+        slices.append(WeightSlice("w", (size,), (0,), (size,), "bfloat16", size, 0, 0))
+        targets.append(after)
+        expected |= {after + byte: at + byte for byte in range(size)}
+        at, after = at + size, after + size
+    runs = runs_of(slices, targets)
+    found = {run.target + byte: run.source + byte for run in runs for byte in range(run.size_bytes)}
+    assert found == expected
+    assert all(run.size_bytes for run in runs)
+    assert all(one.target + one.size_bytes != two.target for one, two in pairwise(runs))
+
+
+def test_what_does_not_fit_the_memory_for_it_is_refused():
+    lender = Lender(WeightsConfig(transport="shm"), CPU, "host:1")
+    kept = lender.keep(V[1], [TensorBox("w", (4,), (0,), torch.ones(4))])
+    manifest = Manifest(V[1], kept.slices, sources=(Source(1, kept.source),))
+    loan = lender.link.offer(lender.copies.lend(V[1], "test").memory, 16, "reader")
+    receiver = Receiver(CPU)
+    for size_bytes, place in ((15, 0), (16, 4)):
+        with pytest.raises(errors.WeightsCorrupt, match="does not fit"):
+            receiver.receive(manifest, [loan], torch.zeros(size_bytes, dtype=torch.uint8), {"w": place}, "reader", 1e9)
+    target = torch.zeros(20, dtype=torch.uint8)
+    receiver.receive(manifest, [loan], target, {"w": 4}, "reader", 1e9)
+    assert target.view(torch.float32).tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
+    lender.close()
+
+
+def test_process_groups_that_the_device_has_not_are_refused_at_start():
+    with pytest.raises(ConfigError, match=r"weights\.backend is 'nccl'.*'cpu'"):
+        Lender(WeightsConfig(transport="nccl", backend="nccl"), CPU, "host:1")
+
+
+def test_messages_from_cards_are_not_received_elsewhere():
+    link = broadcast_pb2.CollectiveLink(store="127.0.0.1:1", name="reader", piece_bytes=16, backend="nccl")
+    loan = broadcast_pb2.BorrowShardResponse(size_bytes=16, link=link)
+    target = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(errors.Unsupported, match="nccl sends, and 'cpu' is to receive"):
+        CollectiveReader(CPU).read(loan, [Run(0, 0, 16)], target, "reader", time.monotonic() + 1)
+
+
+def test_a_reader_that_never_comes_keeps_no_other_from_meeting_its_sender():
+    lender = CollectiveLender(CPU, "127.0.0.1", "auto", 2 * DEADLINE_S)
+    memory = lender.allocate(16)
+    memory.data.copy_(torch.arange(16, dtype=torch.uint8))
+    lender.offer(memory, 16, "gone")
+    time.sleep(0.1)  # its sender waits by now, or soon
+    target, reader = torch.zeros(16, dtype=torch.uint8), CollectiveReader(CPU)
+    loan = lender.offer(memory, 16, "here")
+    reader.read(loan, [Run(0, 0, 16)], target, "here", time.monotonic() + DEADLINE_S)
+    assert target.tolist() == list(range(16))
+    reader.close()
+    gone = lender._senders["gone"].thread
+    lender.close()
+    gone.join(2 * DEADLINE_S)
+    assert not gone.is_alive()
 
 
 def test_rows_of_a_tensor_go_to_their_place_in_it():

@@ -26,7 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common.config import ENVIRONMENT
-from slipstream.common.errors import DeadlineExceeded, Overloaded, Unreachable
+from slipstream.common.errors import DeadlineExceeded, Overloaded, Unreachable, Unsupported
+from slipstream.weights.straight.aside import Aside
 from slipstream.weights.straight.links import Run
 from slipstream.weights.straight.memory import DeviceMemory, Memory
 
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 
 PIECE_BYTES = {"nccl": 1 << 28, "gloo": 1 << 24}
 POLL_S = 0.0002
+MEET_POLL_S = 0.005
 MAX_READERS = 64
 IDLE_S = 3600.0
 """A reader that has borrowed nothing for so long is forgotten."""
@@ -54,6 +56,7 @@ class CollectiveLender:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._address = f"{host}:{self._store.port}"
         self._senders: dict[str, _Sender] = {}
+        self._closed = threading.Event()
         self._lock = threading.Lock()
 
     def allocate(self, size_bytes: int) -> Memory:
@@ -75,6 +78,7 @@ class CollectiveLender:
         return broadcast_pb2.BorrowShardResponse(size_bytes=size_bytes, link=link)
 
     def close(self) -> None:
+        self._closed.set()
         with self._lock:
             senders, self._senders = list(self._senders.values()), {}
         for sender in senders:
@@ -84,7 +88,8 @@ class CollectiveLender:
 
     def _meet(self, reader: str) -> Callable[[], Any]:
         host, _, _ = self._address.rpartition(":")
-        return lambda: _group(self._backend, self._store, reader, _SENDER, host, self._timeout_s)
+        ended = self._closed.is_set
+        return lambda: _group(self._backend, self._store, reader, _SENDER, host, self._timeout_s, ended)
 
 
 class _Sender:
@@ -101,6 +106,7 @@ class _Sender:
 
     def _run(self) -> None:
         group: Any = None
+        aside = Aside(self._device)
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -109,7 +115,8 @@ class _Sender:
                     group = self._meet()
                 send = partial(group.send, dstRank=_READER, tag=0)
                 starts = (partial(send, [piece]) for piece in pieces)
-                _finish(starts, time.monotonic() + self._timeout_s, self._device)
+                with aside.entered():
+                    _finish(starts, time.monotonic() + self._timeout_s, self._device)
         except (RuntimeError, DeadlineExceeded) as error:  # the reader is gone, or late: it comes again
             log.info("weights_link_ended", detail=str(error).partition("\n")[0])
         finally:
@@ -127,6 +134,7 @@ class CollectiveReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._aside = Aside(device)
         self._groups: dict[tuple[str, str], Any] = {}
 
     def read(
@@ -139,6 +147,8 @@ class CollectiveReader:
     ) -> None:
         link, left_s = loan.link, max(deadline_s - time.monotonic(), 0.001)
         key = (link.store, link.name)
+        if (link.backend == "nccl") != (target.device.type == "cuda"):
+            raise Unsupported(f"{link.backend} sends, and {target.device.type!r} is to receive", backend=link.backend)
         try:
             if key not in self._groups:
                 self._forget(lambda each: each[0] == link.store)
@@ -149,12 +159,14 @@ class CollectiveReader:
             group = self._groups[key]
             landings = list(_landings(runs, link.piece_bytes, target))
             receive = partial(group.recv, srcRank=_SENDER, tag=0)
-            _finish((partial(receive, [piece]) for piece, _ in landings), deadline_s, self._device)
-            for piece, places in landings:
-                at = 0
-                for offset, size in places:
-                    target[offset : offset + size].copy_(piece[at : at + size])
-                    at += size
+            with self._aside.entered():
+                _finish((partial(receive, [piece]) for piece, _ in landings), deadline_s, self._device)
+                for piece, places in landings:
+                    at = 0
+                    for offset, size in places:
+                        target[offset : offset + size].copy_(piece[at : at + size])
+                        at += size
+                self._aside.finish()  # whoever looks at it next does so on another stream
         except (RuntimeError, DeadlineExceeded) as error:
             self._forget(lambda each: each == key)
             if time.monotonic() >= deadline_s or isinstance(error, DeadlineExceeded):
@@ -190,10 +202,19 @@ def _landings(runs: Sequence[Run], piece_bytes: int, target: Tensor) -> Iterator
             yield torch.empty(sum(size for _, size in places), dtype=torch.uint8, device=target.device), places
 
 
-def _group(backend: str, store: Any, name: str, rank: int, host: str, timeout_s: float) -> Any:
-    """Returns once both are there."""
+def _group(
+    backend: str,
+    store: Any,
+    name: str,
+    rank: int,
+    host: str,
+    timeout_s: float,
+    ended: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Returns once both are there. Raises `DeadlineExceeded` if the other does not come."""
     timeout = timedelta(seconds=timeout_s)
     prefixed = PrefixStore(name, store)
+    _meet(prefixed, rank, time.monotonic() + timeout_s, ended)
     if backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -205,6 +226,15 @@ def _group(backend: str, store: Any, name: str, rank: int, host: str, timeout_s:
     options._timeout = timeout
     with _environment(_OWN_ENDINGS):
         return nccl(prefixed, rank, 2, options)
+
+
+def _meet(store: Any, rank: int, deadline_s: float, ended: Callable[[], bool]) -> None:
+    """By looking: a wait in a store keeps its other users out, and NCCL waits for ever for who is not there."""
+    store.set(f"here/{rank}", "")
+    while not store.check([f"here/{1 - rank}"]):
+        if ended() or time.monotonic() > deadline_s:
+            raise DeadlineExceeded("the other end did not come")
+        time.sleep(MEET_POLL_S)
 
 
 def _finish(starts: Iterator[Callable[[], Any]], deadline_s: float, device: torch.device) -> None:

@@ -77,8 +77,10 @@ class KeptCopies:
                 self._changed.wait(left_s)
             copy.loans.clear()
             if copy.capacity_bytes < size_bytes:
+                self._copies.remove(copy)  # if there is no memory for another, this one is gone all the same
                 copy.memory.close()
-                copy.memory, copy.capacity_bytes = self._allocate(size_bytes), size_bytes
+                copy = KeptCopy(self._allocate(size_bytes), size_bytes)
+                self._copies.append(copy)
             return copy
 
     def keep(self, copy: KeptCopy, version: PolicyVersion, slices: tuple[WeightSlice, ...]) -> None:

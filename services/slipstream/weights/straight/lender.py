@@ -44,6 +44,11 @@ class Lender:
         """`address`: where readers ask for loans. Raises `ConfigError` where the transport cannot work."""
         if config.transport == "cuda_ipc" and device.type != "cuda":
             raise ConfigError(f"weights.transport is 'cuda_ipc', and the trainer computes on {device.type!r}")
+        if config.transport == "nccl" and config.backend not in ("auto", "nccl" if device.type == "cuda" else "gloo"):
+            raise ConfigError(
+                f"weights.backend is {config.backend!r}, and the trainer computes on {device.type!r}: "
+                "nccl sends from cards alone, gloo from none"
+            )
         self._config = config
         self._address = address
         self.link = make_link(config, device)

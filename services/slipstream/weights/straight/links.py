@@ -62,12 +62,14 @@ def target_offsets(slices: Sequence[WeightSlice], places: Mapping[str, int]) -> 
 def runs_of(slices: Sequence[WeightSlice], targets: Sequence[int]) -> list[Run]:
     """Slices that lie back to back at the source, as few stretches as that gives at the target."""
     runs: list[Run] = []
-    at = 0
-    for part, target in zip(slices, targets, strict=True):
-        last = runs[-1] if runs else None
-        if last is not None and last.target + last.size_bytes == target:
-            runs[-1] = Run(last.source, last.target, last.size_bytes + part.size_bytes)
-        else:
-            runs.append(Run(at, target, part.size_bytes))
+    at = begin = goes = end = 0
+    for part, target in zip(slices, targets, strict=True):  # of 18,000: nothing is made for each
+        if target != end:
+            if at > begin:
+                runs.append(Run(begin, goes, at - begin))
+            begin, goes = at, target
         at += part.size_bytes
+        end = target + part.size_bytes
+    if at > begin:
+        runs.append(Run(begin, goes, at - begin))
     return runs

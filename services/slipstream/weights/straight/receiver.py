@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +13,8 @@ from torch import Tensor
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common.errors import Unsupported, WeightsCorrupt
 from slipstream.weights.manifest import Manifest
-from slipstream.weights.straight.links import ReaderLink, runs_of, target_offsets
+from slipstream.weights.straight.aside import Aside
+from slipstream.weights.straight.links import ReaderLink, Run, runs_of, target_offsets
 from slipstream.weights.straight.sums import check_sums
 
 _READERS = {
@@ -42,7 +41,7 @@ class Receiver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._readers: dict[str, ReaderLink] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._aside = Aside(device)
 
     @torch.no_grad()
     def receive(
@@ -61,10 +60,12 @@ class Receiver:
             targets = target_offsets(slices, places)
             if loan.size_bytes != sum(part.size_bytes for part in slices):
                 raise WeightsCorrupt(f"{source.address} lends {loan.size_bytes} bytes", version=manifest.version)
-            self._reader(loan).read(loan, runs_of(slices, targets), target, reader, deadline_s)
+            runs = runs_of(slices, targets)
+            _check_inside(runs, target, manifest)
+            self._reader(loan).read(loan, runs, target, reader, deadline_s)
             offsets += targets
         read_s = time.monotonic()
-        with self._beside():
+        with self._aside.entered():
             check_sums(manifest.slices, offsets, target)
             _check_finite(target, manifest)
         return Figures(read_s - began_s, time.monotonic() - read_s)
@@ -73,14 +74,6 @@ class Receiver:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        """On a card a stream of its own: on the engine's, its steps would wait for the sums."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._stream)
 
     def _reader(self, loan: broadcast_pb2.BorrowShardResponse) -> ReaderLink:
         kind = loan.WhichOneof("memory") or ""
@@ -91,6 +84,12 @@ class Receiver:
             found = getattr(importlib.import_module(f"slipstream.weights.straight.{module}"), name)
             self._readers[kind] = found(self._device) if kind != "shm" else found()
         return self._readers[kind]
+
+
+def _check_inside(runs: Sequence[Run], target: Tensor, manifest: Manifest) -> None:
+    """Memory of a card is written by its address: nobody else finds that it ends before."""
+    if any(run.target < 0 or run.target + run.size_bytes > target.numel() for run in runs):
+        raise WeightsCorrupt(f"{manifest.version} does not fit the memory for it", version=manifest.version)
 
 
 def _check_finite(target: Tensor, manifest: Manifest) -> None:
