@@ -20,11 +20,10 @@ from slipstream.weights.straight.cuda_driver import (
     open_handle,
 )
 from slipstream.weights.straight.links import Run
+from slipstream.weights.straight.mappings import Mappings
 from slipstream.weights.straight.memory import Memory
 
 POLL_S = 0.0002
-MAX_OPEN = 32
-"""Allocations of others that a reader keeps mapped; opening one takes milliseconds."""
 
 
 class CudaIpcLender:
@@ -51,7 +50,7 @@ class CudaIpcReader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._open: dict[tuple[int, bytes], int] = {}
+        self._mappings = Mappings(open_handle, self._unmap)
 
     def read(
         self,
@@ -63,30 +62,20 @@ class CudaIpcReader:
     ) -> None:
         bind(self._device)
         try:
-            address = self._address(loan.cuda_ipc.pid, loan.cuda_ipc.handle)
-            for run in runs:
-                copy_async(target, run.target, address + run.source, run.size_bytes, self._stream)
+            with self._mappings.address(loan.cuda_ipc.pid, loan.cuda_ipc.handle) as address:
+                for run in runs:
+                    copy_async(target, run.target, address + run.source, run.size_bytes, self._stream)
+                while not self._stream.query():
+                    if time.monotonic() > deadline_s:
+                        raise DeadlineExceeded("the weights were not copied in time")
+                    time.sleep(POLL_S)
         except DriverError as error:
             raise Unreachable(f"the trainer's card cannot be read: {error}") from error
-        while not self._stream.query():
-            if time.monotonic() > deadline_s:
-                raise DeadlineExceeded("the weights were not copied in time")
-            time.sleep(POLL_S)
 
     def close(self) -> None:
-        bind(self._device)
-        self._stream.synchronize()
-        for address in self._open.values():
-            close_handle(address)
-        self._open.clear()
+        self._mappings.close()
 
-    def _address(self, pid: int, handle: bytes) -> int:
-        key = (pid, handle)
-        if key not in self._open:
-            gone = [each for each in self._open if not os.path.exists(f"/proc/{each[0]}")]
-            while len(self._open) - len(gone) >= MAX_OPEN:
-                gone.append(next(each for each in self._open if each not in gone))
-            for each in gone:
-                close_handle(self._open.pop(each))
-            self._open[key] = open_handle(handle)
-        return self._open[key]
+    def _unmap(self, address: int) -> None:
+        bind(self._device)
+        self._stream.synchronize()  # a copy that was given up may still go on
+        close_handle(address)
