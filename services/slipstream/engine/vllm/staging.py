@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
-from slipstream.common.errors import DeadlineExceeded, SlipstreamError, Unreachable, WeightsCorrupt
+from slipstream.common.errors import DeadlineExceeded, SlipstreamError, Unreachable, Unsupported, WeightsCorrupt
 from slipstream.engine.vllm.arena import TensorMemory
 from slipstream.engine.vllm.layout import Layout
 from slipstream.weights.manifest import Manifest
@@ -23,7 +23,7 @@ from slipstream.weights.straight.receiver import Figures, Receiver
 
 PLACES = 2
 _RAISED: Mapping[str, type[SlipstreamError]] = {
-    each.reason: each for each in (WeightsCorrupt, DeadlineExceeded, Unreachable)
+    each.reason: each for each in (WeightsCorrupt, DeadlineExceeded, Unreachable, Unsupported)
 }
 
 
@@ -32,20 +32,27 @@ class Stage(TensorMemory):
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device))
+        self._zeroed: torch.cuda.Event | None = None
+        if device.type == "cuda":  # the zeros are queued behind steps, and what is read comes on another stream
+            with torch.cuda.device(device):
+                self._zeroed = torch.cuda.Event()
+                self._zeroed.record()
         self._thread: threading.Thread | None = None
         self._figures: Figures | None = None
         self._error: tuple[str, str] | None = None
 
     def fill_from(
         self, receiver: Receiver, manifest: Manifest, loans: list[bytes], reader: str, timeout_s: float
-    ) -> None:
-        """Begin to read a version."""
-        assert self._thread is None or not self._thread.is_alive()
+    ) -> bool:
+        """Begin to read a version, unless one that was given up is still being written here."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
         self._figures = self._error = None
         deadline_s = time.monotonic() + timeout_s
         arguments = (receiver, manifest, loans, reader, deadline_s)
         self._thread = threading.Thread(target=self._fill, args=arguments, daemon=True)
         self._thread.start()
+        return True
 
     def outcome(self) -> tuple[str, str, float, float] | None:
         """None while it is read; then the reason and words of an error, empty without one, and seconds."""
@@ -60,6 +67,10 @@ class Stage(TensorMemory):
         try:
             if self.memory.device.type == "cuda":
                 torch.cuda.set_device(self.memory.device)
+            if self._zeroed is not None:
+                self._zeroed.synchronize()
+            if strange := {part.dtype for part in manifest.slices} - {self.layout.dtype}:
+                raise Unsupported(f"{manifest.version} comes in {min(strange)}, and here is {self.layout.dtype}")
             offers = [broadcast_pb2.BorrowShardResponse.FromString(loan) for loan in loans]
             places = {name: place.offset_bytes for name, place in self.layout.places.items()}
             self.tensors()  # of 6,000 tensors that takes a tenth of a second, of a pause otherwise

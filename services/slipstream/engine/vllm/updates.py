@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.common.errors import WeightsCorrupt
+from slipstream.common.errors import DeadlineExceeded, WeightsCorrupt
 from slipstream.engine.base import PausedEngine
 from slipstream.engine.tensors import check_tensors
 from slipstream.engine.vllm.arena import Arena
@@ -187,7 +187,8 @@ class Swapper:
         shapes = {name: list(shape) for name, shape in stage.layout.shapes().items()}
         described = await asyncio.to_thread(lambda: manifest.to_proto().SerializeToString())
         arguments = (stage.path, shapes, stage.layout.dtype, described, list(loans), reader, timeout_s)
-        await self._call("slipstream_receive", *arguments)
+        if not await self._call("slipstream_receive", *arguments):
+            raise DeadlineExceeded("what was read before it has not come to its end")
         async with asyncio.timeout(timeout_s + RECEIVE_GRACE_S):
             while (outcome := await self._call("slipstream_received", stage.path)) is None:  # noqa: ASYNC110 a thread
                 await asyncio.sleep(RECEIVE_POLL_S)

@@ -89,14 +89,14 @@ class WorkerExtension:
         loans: list[bytes],
         reader: str,
         timeout_s: float,
-    ) -> None:
-        """Begin to read a version into memory of this device, while steps go on."""
+    ) -> bool:
+        """Begin to read a version into memory of this device, while steps go on. False if that has no end yet."""
         stage = self._arenas.get(path)
         if not isinstance(stage, Stage):
             layout = Layout.of({name: tuple(shape) for name, shape in shapes.items()}, dtype)
             stage = self._arenas[path] = Stage(layout, self.device)
         described = Manifest.from_proto(broadcast_pb2.Manifest.FromString(manifest))
-        stage.fill_from(self._receiver, described, loans, reader, timeout_s)
+        return stage.fill_from(self._receiver, described, loans, reader, timeout_s)
 
     def slipstream_received(self, path: str) -> tuple[str, str, float, float] | None:
         """What came of `slipstream_receive`, as `Stage.outcome` has it."""
