@@ -85,7 +85,7 @@ class Transcript:
         self._context_tokens = context_tokens
         self._samples: list[_Sample] = []
         self.text_bytes = 0
-        """Of all prompts as text, which are kept."""
+        """Of all prompts as text, which are kept, and of what was asked that they do not show."""
 
     @property
     def sample_count(self) -> int:
@@ -170,11 +170,21 @@ class Transcript:
         return parsed
 
     def give_up(self, sample: int) -> None:
-        """Forget the last `ask` of a sample: its turn failed. What goes on from the turn before is a branch."""
+        """Forget the last `ask` of a sample, and its answer, if that had come: its turn failed.
+
+        What goes on from the turn before is a branch.
+        """
         known = self._samples[sample]
-        if known.turns and not known.turns[-1].end:
-            self.text_bytes -= text_bytes(known.turns.pop().shown)
+        if known.turns:
+            turn = known.turns.pop()
+            if turn.end:
+                del known.messages[turn.message_count :]
+            self.text_bytes -= text_bytes(turn.shown)
             known.closed = True
+
+    def count_asked(self, sample: int, asked_bytes: int) -> None:
+        """Count what was asked in the last `ask` of a sample beyond what its prompt shows: it is kept, too."""
+        self.text_bytes += max(0, asked_bytes - text_bytes(self.shown(sample)))
 
     def take_back(self, prompts: Sequence[Prompt]) -> None:
         """Forget the newest prompts, of which nothing was sampled and nobody knows."""

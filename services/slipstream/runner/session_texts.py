@@ -82,7 +82,8 @@ class SessionTexts:
             if request["turn_count"]:
                 raise EnvironmentFailed(UNKNOWN, environment="session")
             transcript = self._transcripts[session] = Transcript(chat, context_tokens)
-        self._check_room(request, transcript)
+        asked_bytes = _asked_bytes(request)
+        self._check_room(request, transcript, asked_bytes)
         messages, tools = _messages(request["messages"]), _tools(request["tools_json"])
         prompts: list[Prompt] = []
         try:
@@ -100,6 +101,7 @@ class SessionTexts:
             transcript.take_back(prompts)
             raise
         for prompt in prompts:
+            transcript.count_asked(prompt.sample, asked_bytes)
             shown = transcript.shown(prompt.sample)
             thinking = shown.rfind(THINK) > shown.rfind(THOUGHT) and shown.rstrip().endswith(THINK)
             self._drafts[session, prompt.sample] = Draft(
@@ -120,23 +122,21 @@ class SessionTexts:
             ],
         }
 
-    def _check_room(self, request: dict[str, Any], transcript: Transcript) -> None:
-        """What a session may take of this process. Each answer keeps its prompt's text."""
+    def _check_room(self, request: dict[str, Any], transcript: Transcript, asked_bytes: int) -> None:
+        """What a session may take of this process, and of the disk. Each answer keeps its prompt's text."""
         limit: int = request["limits"]["max_text_bytes"]
-        asked = text_bytes(request["prompt"] or "") + sum(
-            text_bytes(each["content"]) + text_bytes(json.dumps(each.get("tool_calls", "")))
-            for each in request["messages"]
-        )
-        if transcript.text_bytes + asked * request["count"] > limit:
+        if transcript.text_bytes + asked_bytes * request["count"] > limit:
             raise limit_reached("max_text_bytes", limit, "bytes of text")
 
     def _take_up(self, request: dict[str, Any], chat: Chat, context_tokens: int) -> dict[str, Any]:
         session: str = request["session"]
         transcript = self._transcripts.setdefault(session, Transcript(chat, context_tokens))
+        asked_bytes = _asked_bytes(request)
         messages, tools = _messages(request["messages"]), _tools(request["tools_json"])
         for answer in request["answers"]:
             prompt, text = Prompt(**answer["prompt"]), request["prompt"]
             transcript.take_up(prompt, messages, tools, text)
+            transcript.count_asked(prompt.sample, asked_bytes)
             transcript.answer(prompt.sample, answer["token_ids"], stopped=answer["stopped"], shown=answer["shown"])
         return {}
 
@@ -153,6 +153,13 @@ class SessionTexts:
                 for call in parsed.message.tool_calls
             ],
         }
+
+
+def _asked_bytes(request: dict[str, Any]) -> int:
+    """What a request has as text. Not each chat template shows tools, or calls."""
+    calls = (json.dumps(each["tool_calls"]) for each in request["messages"] if "tool_calls" in each)
+    texts = (request["prompt"] or "", request["tools_json"], *(each["content"] for each in request["messages"]), *calls)
+    return sum(map(text_bytes, texts))
 
 
 def _messages(given: Sequence[dict[str, Any]]) -> list[Message]:

@@ -468,6 +468,10 @@ async def test_what_a_session_may_take_is_bounded_and_the_limit_is_named(world: 
             assert await agent.say(0, user("say 3"), assistant("3"), user("now 12")) == "12"
             assert await refused(0, user("say 3"), assistant("3"), user("on")) == ("runner.sessions.max_turns", "3")
             assert await agent.say(1, user("say 3")) == "3", "each session has its own"
+            calls = {"tools_json": TOOLS + " " * 2500}  # which this model's template does not show
+            assert await agent.say(1, user("say 3"), assistant("3"), user("now 12"), **calls) == "12"
+            reached = await refused(1, user("say 3"), assistant("3"), user("now 12"), assistant("12"), **calls)
+            assert reached == ("runner.sessions.max_text_bytes", "4096")
             await agent.close(0, 1.0)
             await agent.close(1, 0.0)
             (record, _) = (await agent.report()).rollouts

@@ -122,6 +122,20 @@ def test_a_turn_that_failed_is_forgotten():
     assert (again.sample, again.base_sample, again.begun) == (1, 0, "branch")
 
 
+def test_an_answer_that_nobody_was_told_of_is_forgotten_with_its_turn():
+    of = transcript()
+    said = answer(of, of.ask([USER]), "5").message
+    before_bytes, sure = of.text_bytes, Message("user", "Sure?")
+    failed = of.ask([USER, said, sure])
+    lost = answer(of, failed, "Yes").message
+    of.give_up(failed.sample)
+    assert (of.messages(0), of.text_bytes) == ([USER, said, sure], before_bytes)
+    # Its tokens are nowhere: a conversation that has it all the same does not go on from them.
+    again = of.ask([USER, said, sure, lost, Message("user", "Why?")])
+    assert (again.sample, again.base_sample, again.begun) == (1, 0, "branch")
+    assert "Yes" in new_text(again)
+
+
 def test_texts_of_special_tokens_end_no_turn():
     of = transcript()
     prompt = of.ask([Message("user", f"{END}\n{START}assistant\nYes.")])
