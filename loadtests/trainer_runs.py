@@ -45,7 +45,13 @@ class RlStep:
         self._step += 1
         tokens = sum(len(s.target_positions) for batch in batches for s in batch)
         started_s = now_s(self.learner.device)
-        figures = self.learner.train(batches, step=self._step, loss_token_count=tokens, trained=BASE)
+        try:
+            figures = self.learner.train(batches, step=self._step, loss_token_count=tokens, trained=BASE)
+        except BaseException:
+            # The routers' terms of the balance loss hold the graph, and it the layers it would compute again, and they
+            # the routers: a circle through C++, which Python does not see. Nothing would be given back.
+            self.learner.model.routes.begin()
+            raise
         trained_s = now_s(self.learner.device)
         if self._lora:
             self.learner.begin_adapter_export(with_base=False)
@@ -61,11 +67,12 @@ class Runs:
     def __init__(self, shape: Shape, arguments: argparse.Namespace, device: torch.device) -> None:
         self._shape, self._arguments, self._device = shape, arguments, device
         self._tokens = arguments.context * arguments.micro_batches
+        self._flops_of_peak: float | None = None
 
     def rl(self) -> Iterator[Figures]:
         """The RL step; of experts, with routes replayed and without, in turn, as a machine's speed drifts."""
         arguments, shape = self._arguments, self._shape
-        rl = RlStep(shape, arguments, self._device)
+        rl = self._step()
         kinds = ("rl", "replay_off") if shape.moe else ("rl",)
         runs: dict[str, list[Figures]] = {kind: [] for kind in kinds}
         for index in range(arguments.warm_up + arguments.steps):
@@ -73,9 +80,6 @@ class Runs:
                 figures = rl.run(self._batches(index, replay=kind == "rl"))
                 if index >= arguments.warm_up:
                     runs[kind].append(figures)
-        flops = rl.cost.flops([arguments.context], arguments.context) * arguments.micro_batches
-        peak = peak_flops(self._device, arguments.peak_flops)
-        self._flops_of_peak = None if peak is None else flops / peak
         best = {kind: fastest(each) for kind, each in runs.items()}
         found: Figures = {kind: self.rate(figures["step_s"]) for kind, figures in best.items()}
         if "replay_off" in best:
@@ -88,10 +92,13 @@ class Runs:
 
     def fp8(self) -> Iterator[Figures]:
         """The RL step with products in FP8."""
-        rl, times = RlStep(self._shape, self._arguments, self._device, fp8=True), []
+        rl, times = self._step(fp8=True), []
         for index in range(self._arguments.warm_up + self._arguments.steps):
             times.append(rl.run(self._batches(index))["step_s"])
-        yield {"fp8": self.rate(min(times[self._arguments.warm_up :]))}
+            if index < self._arguments.warm_up:  # kernels are made and tried, which can take longer than there is time
+                yield {"fp8_warm_up_s": times}
+            else:
+                yield {"fp8": self.rate(min(times[self._arguments.warm_up :]))}
 
     def bare(self) -> Iterator[Figures]:
         """torchtitan's step."""
@@ -110,6 +117,15 @@ class Runs:
             bare.run(tokens_BL[:, :-1], tokens_BL[:, 1:])
             times.append(now_s(device) - started_s)
         yield {"bare": self.rate(min(times[arguments.warm_up :]))}
+
+    def _step(self, *, fp8: bool = False) -> RlStep:
+        """A new learner, by whose model the rates of all kinds go."""
+        arguments = self._arguments
+        made = RlStep(self._shape, arguments, self._device, fp8=fp8)
+        flops = made.cost.flops([arguments.context], arguments.context) * arguments.micro_batches
+        peak = peak_flops(self._device, arguments.peak_flops)
+        self._flops_of_peak = None if peak is None else flops / peak
+        return made
 
     def rate(self, step_s: float) -> Figures:
         """What a time means."""

@@ -23,6 +23,7 @@ from slipstream.models.qwen3.config import Qwen3Config
 from slipstream.models.qwen3.model import build_model as build_dense
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.models.qwen3_moe.model import build_model as build_moe
+from slipstream.trainer.recompute import Checkpointing
 from slipstream.trainer.sequence import TrainSequence, version_number
 
 BASE = version_number(PolicyVersion(1, 0))
@@ -42,6 +43,8 @@ class Shape:
     """Least part of the bare step's speed, there."""
     target_mfu: float | None = None
     """What to come near to, there."""
+    checkpointing: Checkpointing = "selective"
+    """What fits a card, unless the command says otherwise."""
 
     @property
     def moe(self) -> bool:
@@ -81,6 +84,7 @@ SHAPES = {
         build_moe,
         lora=LoraConfig(rank=16),
         budget_tokens_per_s=6_000,
+        checkpointing="full",  # kept products of experts and adapters would be 90 GB beside 57 GiB of weights
     ),
     "moe-1b": Shape(  # 1.03B active of 4.9B: what fits one card with its optimizer
         MoeConfig(**QWEN3, dim=2048, n_layers=20, n_heads=16, n_kv_heads=4, n_experts=32, top_k=4, expert_dim=1024),

@@ -4,6 +4,7 @@
     python loadtests/trainer_throughput.py --shape qwen3-30b-a3b-lora    # LoRA of rank 16
     python loadtests/trainer_throughput.py --shape moe-1b                # 1B of 4.9B parameters active
     python loadtests/trainer_throughput.py --shape moe-1b --fp8          # and the same with products in FP8
+    python loadtests/trainer_throughput.py --shape moe-1b --only fp8     # those alone
     python loadtests/trainer_throughput.py --shape qwen3-0.6b --longest  # and the longest context that fits
     python loadtests/trainer_throughput.py --all --out figures.jsonl     # all of them, one process each
     python loadtests/trainer_throughput.py --shape moe-1b --profile FILE # and its slowest kernels and operators
@@ -50,6 +51,7 @@ ALL: tuple[tuple[float, tuple[str, ...]], ...] = (
 def measure(name: str, arguments: argparse.Namespace, device: torch.device, out: Callable[[Figures], None]) -> Figures:
     """All kinds of step of one shape, one after another; what fails is noted, and the next is tried."""
     shape = SHAPES[name]
+    arguments.checkpointing = arguments.checkpointing or shape.checkpointing
     found: Figures = {
         "shape": name,
         "context": arguments.context,
@@ -63,8 +65,10 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, out:
     kinds: dict[str, Callable[[], Iterator[Figures]]] = {"rl": runs.rl}
     if shape.lora is None and not arguments.no_bare:
         kinds["bare"] = runs.bare
-    if arguments.fp8:
+    if arguments.fp8 or arguments.only == "fp8":
         kinds["fp8"] = runs.fp8
+    if arguments.only:
+        kinds = {kind: run for kind, run in kinds.items() if kind == arguments.only}
     for kind, run in kinds.items():
         failure = _run(run, found, out)
         free(device)  # out of the call whose error holds what it had made
@@ -76,7 +80,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, out:
             found.setdefault("failed", {})[kind] = failure
             print(f"FAILED: {kind}: {failure}", flush=True)
             out(found)
-            if "rl" not in found:
+            if kind == "rl" and "rl" not in found:
                 break
     return found
 
@@ -97,9 +101,9 @@ def _run(run: Callable[[], Iterator[Figures]], found: Figures, out: Callable[[Fi
     try:
         for figures in run():
             found |= figures
-            if "bare" in found:
+            if {"rl", "bare"} <= found.keys():
                 found["of_bare"] = found["bare"]["step_s"] / found["rl"]["step_s"]
-            if "fp8" in found:
+            if {"rl", "fp8"} <= found.keys():
                 found["fp8_speedup"] = found["rl"]["step_s"] / found["fp8"]["step_s"]
             out(found)
     except Exception as error:  # of kernels, drivers, memory
@@ -124,9 +128,11 @@ def describe(found: Figures) -> list[str]:
     if "longest_context" in found:
         lines.append(f"longest context: {found['longest_context']:,} tokens")
     if "bare" in found:
-        lines.append(line("bare step", found["bare"]) + f"  (RL step at {found['of_bare']:.2f} of its speed)")
+        beside = f"  (RL step at {found['of_bare']:.2f} of its speed)" if "of_bare" in found else ""
+        lines.append(line("bare step", found["bare"]) + beside)
     if "fp8" in found:
-        lines.append(line("in FP8", found["fp8"]) + f"  ({found['fp8_speedup']:.2f} times as fast)")
+        beside = f"  ({found['fp8_speedup']:.2f} times as fast)" if "fp8_speedup" in found else ""
+        lines.append(line("in FP8", found["fp8"]) + beside)
     return lines
 
 
@@ -154,7 +160,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count, of each kind")
     parser.add_argument("--steps", type=int, default=2, help="measured, of each kind; the fastest counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--checkpointing", choices=("none", "selective", "full"), default="selective")
+    parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="else the shape's own")
     parser.add_argument("--logits-gib", type=float, default=10.0, help="trainer.compute.logits_bytes, of float32")
     parser.add_argument("--compile", action="store_true", help="compile each block, of both")
     parser.add_argument("--peak-flops", type=float, help="of the device, where its name does not tell")
@@ -162,6 +168,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--flash", choices=("FA3", "FA4"), help="another flash attention, where its package is installed"
     )
     parser.add_argument("--fp8", action="store_true", help="also with products in FP8")
+    parser.add_argument("--only", choices=("rl", "bare", "fp8"), help="this kind of step alone")
     parser.add_argument("--longest", action="store_true", help="also the longest context that fits, on a card")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument(

@@ -80,7 +80,8 @@ class Routes:
         if self.balance:
             real_TK = ids_TK if self.token_mask_T is None else ids_TK[self.token_mask_T]
             self._counts[layer] = _counted(real_TK.reshape(-1), self.expert_count)
-            self._balance_terms[layer] = self._balance_term(layer, scores_TE)
+            # One of a layer that is computed again would keep all that was computed again for as long as it is here.
+            self._balance_terms.setdefault(layer, self._balance_term(layer, scores_TE))
         if self.margins and scores_TE.shape[-1] > self.top_k:
             real_TE = choice_TE if self.token_mask_T is None else choice_TE[self.token_mask_T]
             best_TK = torch.topk(real_TE, self.top_k + 1, dim=-1).values

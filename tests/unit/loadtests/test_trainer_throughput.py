@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from bare_step import BareStep
+from torch.multiprocessing.reductions import StorageWeakRef
 from trainer_runs import RlStep
 from trainer_shapes import SHAPES, make_model, make_sequence
 from trainer_throughput import BUDGET_CARD, main, missed, parse, run_for
 
+from slipstream.models.qwen3_moe.experts import PermutingDispatcher
 from slipstream.trainer.cost import ModelCost
 
 
@@ -53,10 +56,20 @@ def test_fp8_is_measured_beside_it(tmp_path: Path):
     out = tmp_path / "figures.jsonl"
     size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--device", "cpu", "--no-bare"]
     assert main(["--shape", "tiny-dense", "--fp8", *size, "--out", str(out)]) == 0
-    first, found = (json.loads(line) for line in out.read_text().splitlines())
+    first, *_, found = (json.loads(line) for line in out.read_text().splitlines())
     assert "rl" in first
     assert "fp8" not in first  # written before it was tried
     assert found["fp8_speedup"] == pytest.approx(found["rl"]["step_s"] / found["fp8"]["step_s"])
+
+
+def test_fp8_is_measured_alone(tmp_path: Path):
+    out = tmp_path / "figures.jsonl"
+    size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--warm-up", "1", "--device", "cpu"]
+    assert main(["--shape", "tiny-dense", "--only", "fp8", *size, "--out", str(out)]) == 0
+    first, found = (json.loads(line) for line in out.read_text().splitlines())
+    assert len(first["fp8_warm_up_s"]) == 1  # of what takes too long there is this
+    assert found["fp8"]["tokens_per_s"] > 0
+    assert not {"rl", "bare", "fp8_speedup"} & found.keys()
 
 
 def test_a_profile_names_what_took_the_time(tmp_path: Path):
@@ -84,6 +97,30 @@ def test_what_does_not_fit_is_tried_in_less_memory(monkeypatch: pytest.MonkeyPat
     size = ["--context", "64", "--micro-batches", "1", "--steps", "1", "--device", "cpu", "--no-bare"]
     assert main(["--shape", "tiny-dense", *size, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["checkpointing"] == "full"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_step_that_fails_leaves_nothing_in_memory(checkpointing: str, monkeypatch: pytest.MonkeyPatch):
+    """Or there would be no room for the next, in less memory."""
+    of_layer, calls = PermutingDispatcher.combine, []
+
+    def combine(self: Any, *values: Any) -> torch.Tensor:
+        calls.append(self)
+        if len(calls) == 2:  # the first layer's graph is there
+            raise torch.OutOfMemoryError("not enough")
+        return of_layer(self, *values)
+
+    monkeypatch.setattr(PermutingDispatcher, "combine", combine)
+    arguments = parse(["--device", "cpu", "--checkpointing", checkpointing])
+    step = RlStep(SHAPES["tiny-lora"], arguments, torch.device("cpu"))
+    left = [StorageWeakRef(parameter.untyped_storage()) for parameter in step.learner.model.parameters()]
+    with pytest.raises(torch.OutOfMemoryError):
+        step.run([[make_sequence(SHAPES["tiny-lora"], 64, 0)]])
+    assert len(calls) == 2
+    del step
+    calls.clear()
+    gc.collect()
+    assert not [each for each in left if not each.expired()]
 
 
 def test_the_bare_step_is_of_the_same_model():

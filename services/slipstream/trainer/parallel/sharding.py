@@ -165,15 +165,24 @@ class _OfTargets(torch.autograd.Function):
 
 
 def _norm_as_they_come(model: Any) -> None:
-    """Give norms weights of their input's dtype: of float32 ones autocast makes no kernel, but a chain of operators."""
+    """Give norms weights of their input's dtype: of float32 ones autocast makes no kernel, but a chain of operators.
+
+    On a card autocast has norms give float32, sums of which they take in any case. What goes through all experts would
+    be twice as wide, and what blocks hand on would be float32 from the first block of experts on; only the norms within
+    attention stay so, as its kernels round what they take anyway.
+    """
 
     def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         weight = None if norm.weight is None else norm.weight.to(x.dtype)
         return F.rms_norm(x, list(norm.normalized_shape), weight, norm.eps)
 
-    for module in model.modules():
+    def forward_alike(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return forward(norm, x)
+
+    for name, module in model.named_modules():
         if isinstance(module, nn.RMSNorm):
-            module.forward = MethodType(forward, module)
+            module.forward = MethodType(forward if ".attention." in name else forward_alike, module)
 
 
 def shard(
