@@ -253,12 +253,17 @@ class TrainerConfig(ServiceConfig):
                 raise ValueError('lora.publish: several ranks publish merged weights; say "merged"')
             if self.parallel.timeout_s <= self.rows_timeout_s:
                 raise ValueError("parallel.timeout_s: a rank may wait for rows for rows_timeout_s, which must be less")
+            if self.weights.straight and self.parallel.timeout_s <= self.weights.lease_s:
+                raise ValueError("parallel.timeout_s: a rank may wait for a reader for weights.lease_s: say less there")
         return self
 
     @model_validator(mode="after")
     def _check_weights(self) -> TrainerConfig:
         if self.weights.transport == "cuda_ipc" and self.compute.device != "cuda":
             raise ValueError("weights.transport: cuda_ipc needs a trainer on a card; set compute.device to cuda")
+        own = "nccl" if self.compute.device == "cuda" else "gloo"
+        if self.weights.transport == "nccl" and self.weights.backend not in ("auto", own):
+            raise ValueError(f'weights.backend: compute.device = "{self.compute.device}" sends by {own} alone')
         return self
 
     @property

@@ -217,6 +217,8 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--trainer.optim.groups=[{pattern=\"norm\"}] --trainer.lora.rank=4", "trainer.optim.groups.0.pattern: 'norm' matches none of the "),
         ("--trainer.nproc=2 --trainer.lora.rank=4", "trainer.lora.publish: several ranks publish merged weights"),
         ("--trainer.nproc=2 --trainer.lora.publish=adapter", "--trainer.lora.publish: several ranks publish merged weights"),
+        ("--trainer.nproc=2 --weights.transport=shm --weights.lease-s=200", "trainer.parallel.timeout_s: a rank may wait for a reader for weights.lease_s: say less there"),
+        ("--weights.transport=nccl --weights.backend=nccl", 'weights.backend: compute.device = "cpu" sends by gloo alone'),
         ("--environments.1.name=spell_backward", "environments: names must differ"),
         ("--environments.0.min-word-len=9", "--environments.0.min-word-len"),
         ("--model.vocab-size=50", "--model.vocab-size is 50; the tokenizer has 1"),
