@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, Record]]:
                     yield number, record
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def worked_s(events: Iterable[Record], newest_s: float = 0.0) -> float:
+    """Seconds that launchers of a run were at work, by what they wrote. Each until its last event, the last one until
+    `newest_s` if that is later.
+    """
+    total_s, begun_s, last_s = 0.0, None, 0.0
+    for event in events:
+        if event.get("kind") == "run_started":
+            total_s += last_s - begun_s if begun_s is not None else 0.0
+            begun_s = float(event.get("time_s", last_s))
+        last_s = float(event.get("time_s", last_s))
+    return total_s + (max(last_s, newest_s) - begun_s if begun_s is not None else 0.0)
 
 
 def read_json_lines(path: Path) -> Iterator[Record]:

@@ -84,9 +84,17 @@ class RunRecords:
             if record.get("kind") in kinds
         ]
 
-    def launcher_time_s(self, kind: str) -> float | None:
-        times = [float(record["time_s"]) for record in self.launcher if record.get("kind") == kind]
-        return times[-1] if times else None
+    @property
+    def begun_s(self) -> float | None:
+        """When the run began: a resumed one has had several launchers."""
+        times = (float(record["time_s"]) for record in self.launcher if record.get("kind") == "run_started")
+        return next(times, None)
+
+    @property
+    def ended_s(self) -> float | None:
+        """When its newest launcher ended; of one that is at work, or was killed, nothing."""
+        kinds = [record for record in self.launcher if record.get("kind") in ("run_started", "run_ended")]
+        return float(kinds[-1]["time_s"]) if kinds and kinds[-1]["kind"] == "run_ended" else None
 
 
 def count_steps(run: RunDir) -> int:

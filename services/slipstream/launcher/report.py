@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.launcher.intervals import intersection, total_s, union
+from slipstream.launcher.metrics_records import worked_s
 from slipstream.launcher.records import Record, RunRecords, read_run
 from slipstream.launcher.report_html import render_html
 from slipstream.launcher.report_rollouts import extremes_of
@@ -187,13 +188,12 @@ def sandbox_executions(records: RunRecords) -> int:
 
 
 def wall_s(records: RunRecords) -> float | None:
-    """From the launcher's start to its end; of a run that still goes on, to its newest record."""
-    begin_s = records.launcher_time_s("run_started")
-    end_s = records.launcher_time_s("run_ended")
+    """While launchers were at work, from start to end; of one without an end, to the newest record."""
     times = [float(record["time_s"]) for record in records.metrics if "time_s" in record]
-    begin_s = begin_s if begin_s is not None else min(times, default=None)
-    end_s = end_s if end_s is not None else max(times, default=None)
-    return None if begin_s is None or end_s is None else round(max(end_s - begin_s, 0.0), 3)
+    if records.begun_s is None:
+        return round(max(times) - min(times), 3) if times else None
+    still_s = [] if records.ended_s is not None else times
+    return round(worked_s(records.launcher, max(still_s, default=0.0)), 3)
 
 
 def run_state(records: RunRecords) -> str:

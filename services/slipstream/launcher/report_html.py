@@ -53,7 +53,7 @@ def render_html(records: RunRecords, figures: dict[str, Any], extremes: Extremes
 
 
 def _header(records: RunRecords, figures: dict[str, Any]) -> str:
-    begin_s = records.launcher_time_s("run_started") or min((r["time_s"] for r in records.metrics), default=None)
+    begin_s = records.begun_s or min((r["time_s"] for r in records.metrics), default=None)
     when = time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(begin_s)) if begin_s else "not started"
     facts = [when, f"seed {figures['seed']}", f"{figures['steps']} steps", f"{duration(figures['wall_s'])} in all"]
     state = escape(str(figures["state"]))
@@ -199,7 +199,7 @@ def _overlap(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         return [_card("Busy times", charts.empty_chart(), wide=True)]
     order = {"trainer": 0, "prefill": 1, "decode": 2}
     replicas = sorted(records.timeline, key=lambda name: (order.get(name.split("-")[0], 3), name))
-    begin_s = records.launcher_time_s("run_started") or min(start for start, _ in busy)
+    begin_s = records.begun_s or min(start for start, _ in busy)
     end_s = max(end for _, end in busy)
     training = records.intervals("train_step")
     middle_s = (min(a for a, _ in training) + max(b for _, b in training)) / 2 if training else (begin_s + end_s) / 2

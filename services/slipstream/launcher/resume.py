@@ -10,11 +10,12 @@ from slipstream.common.config import ConfigError
 from slipstream.common.config_files import read_toml
 from slipstream.common.errors import JournalCorrupt
 from slipstream.launcher.errors import RunDirError
-from slipstream.launcher.metrics_records import read_json_lines
+from slipstream.launcher.metrics_records import read_json_lines, worked_s
 from slipstream.launcher.ports import bindable, port_of, read_endpoints
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.resume import FINAL
+from slipstream.trainer.checkpoint_store import CheckpointStore
 
 USAGE = "usage: slipstream rl --resume RUN"
 PORTS_TIMEOUT_S = 10.0
@@ -56,6 +57,9 @@ def told(run: RunDir) -> tuple[int, str]:
             trained = max(trained, int(record["step"]))
         elif record["kind"] == "checkpoint":
             checkpoint = int(record["step"])
+    # The journal hears of a checkpoint with the trainer's next request, which may never have come.
+    written = CheckpointStore(run.path / "checkpoints").versions()
+    checkpoint = max(checkpoint, written[-1].step) if written else checkpoint
     total = read_toml(run.config_file).get("orchestrator", {}).get("total_steps", "?")
     again = f"; steps {checkpoint + 1} to {trained} are taken once more" if trained > checkpoint else ""
     return checkpoint, f"going on from step {checkpoint} of {total}, that of its last checkpoint{again}"
@@ -63,13 +67,7 @@ def told(run: RunDir) -> tuple[int, str]:
 
 def earlier_s(run: RunDir) -> float:
     """Seconds that earlier launchers of this run were at work. Of one that was killed, until its last event."""
-    total_s, begun_s, last_s = 0.0, None, 0.0
-    for event in read_json_lines(run.events_file):
-        if event.get("kind") == "run_started":
-            total_s += last_s - begun_s if begun_s is not None else 0.0
-            begun_s = float(event.get("time_s", last_s))
-        last_s = float(event.get("time_s", last_s))
-    return total_s + (last_s - begun_s if begun_s is not None else 0.0)
+    return worked_s(read_json_lines(run.events_file))
 
 
 def writes_checkpoints(run: RunDir) -> bool:

@@ -52,7 +52,7 @@ def ended_run(run: RunDir) -> tuple[bool, str]:
     """Whether a run that is no longer up has finished, and one sentence on how it ended."""
     records = read_run(run)
     figures = build_report(records)
-    ended_s = records.launcher_time_s("run_ended")
+    ended_s = records.ended_s
     reasons = [str(r["reason"]) for r in [*records.of_kind("run"), *records.launcher] if r.get("reason")]
     accuracies = ", ".join(
         f"{name} {_percent(each.get('before'))} -> {_percent(each.get('after'))}"

@@ -40,6 +40,24 @@ def test_the_report_has_every_promised_figure(synthetic_run):
     assert report["sandbox_executions"] == 7680
 
 
+def test_a_resumed_run_began_with_its_first_launcher_and_took_the_time_of_all(synthetic_run):
+    events = synthetic_run.path / "launcher.jsonl"
+    before = build_report(read_run(synthetic_run))["wall_s"]
+    ended_s = read_run(synthetic_run).ended_s
+    began_s = read_run(synthetic_run).begun_s
+    assert began_s is not None
+    assert ended_s is not None
+    later = [{"kind": "run_started", "time_s": ended_s + 1000}, {"kind": "run_ended", "time_s": ended_s + 1030}]
+    events.write_text(events.read_text() + "".join(json.dumps(event) + "\n" for event in later))
+    write_report(synthetic_run)
+    assert json.loads((synthetic_run.path / "report.json").read_text())["wall_s"] == before + 30
+    assert read_run(synthetic_run).begun_s == began_s
+    page = (synthetic_run.path / "report.html").read_text()
+    title = re.search(r"(-?\d+) seconds in the middle of training", page)
+    assert title
+    assert int(title[1]) > 0
+
+
 def test_accuracy_weighs_each_problem_alike_and_waits_for_every_environment(tmp_path, write_lines):
     asked = [("before", "a", 0.5, 300), ("before", "b", 0.1, 100), ("after", "a", 1.0, 300)]
     write_lines(tmp_path / "metrics.jsonl", [
