@@ -83,7 +83,7 @@ class BaseEnvironmentConfig(SequencedConfig):
     workers: int = Field(default=1, ge=1, le=64)
     """Processes that run its code, in each runner. What ends one of them costs what that one was at."""
 
-    memory_limit_bytes: int = Field(default=4 * 2**30, ge=0)
+    memory_limit_bytes: int = Field(default=4 * 2**30, ge=0, le=2**50)
     """Resident memory of one of these processes, with what it started: one that holds more is ended and replaced. Their
     allocations are refused far beyond. 0: no limit."""
 

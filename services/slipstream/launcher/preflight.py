@@ -42,6 +42,10 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
     _shared_out(trainer, sizes, origins)
     if start.loss.type == "distillation":
         teacher_sizes(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
+    teacher: Any = config.section("teacher")
+    if teacher.replicas and (limit := teacher.max_request_tokens) < sizes.max_context_tokens:
+        where = origins.located("teacher.max_request_tokens")
+        raise ConfigError(f"{where}: {limit} tokens are less than a rollout's {sizes.max_context_tokens}")
     _own_code(config, origins)
     _model(trainer, sizes, origins)
     if machine and workers_here:

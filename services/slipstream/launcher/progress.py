@@ -8,16 +8,14 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 
 from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.launcher.errors import RunFailedError
-
-log = structlog.get_logger()
 
 ENDED = (run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_STOPPED)
 PHASE_NAMES = {
@@ -39,16 +37,13 @@ async def watch_run(channel: grpc.aio.Channel, on_run: Callable[[run_pb2.Run], N
     """Follow the run until it has ended, over restarts of the orchestrator; raises `RunFailedError`."""
     stub = run_pb2_grpc.RunServiceStub(channel)
     while True:
-        try:
+        with suppress(grpc.aio.AioRpcError):  # whether the orchestrator may be away is the supervisor's to judge
             async for response in stub.WatchRun(run_pb2.WatchRunRequest(max_per_second=2), wait_for_ready=True):
                 on_run(response.run)
                 if response.run.state == run_pb2.RUN_STATE_FAILED:
                     raise RunFailedError(response.run.reason or "the run failed")
                 if response.run.state in ENDED:
                     return response.run
-        except grpc.aio.AioRpcError as error:
-            # Whether the orchestrator may be away is the supervisor's to judge, not ours.
-            log.debug("watch_run_interrupted", code=error.code().name)
         await asyncio.sleep(RETRY_S)
 
 

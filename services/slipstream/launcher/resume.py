@@ -13,7 +13,7 @@ from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.metrics_records import read_json_lines, worked_s
 from slipstream.launcher.ports import bindable, port_of, read_endpoints
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
-from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.journal import read_journal, segments
 from slipstream.orchestrator.resume import FINAL
 from slipstream.trainer.checkpoint_store import CheckpointStore
 
@@ -32,6 +32,8 @@ def find_resumable(arguments: list[str]) -> RunDir:
     if launcher_pid(run) is not None:
         raise RunDirError(f"{run.name} is running")
     journal = run.path / "journal" / "journal.jsonl"
+    if not journal.exists() and segments(journal)[:-1]:
+        raise RunDirError(f"{run.name} cannot go on: {shown(journal)}, the newest part of its journal, is missing")
     if not journal.exists():
         raise RunDirError(f"{run.name} never came to begin: it has no journal; start a new run")
     try:
@@ -50,16 +52,29 @@ def find_resumable(arguments: list[str]) -> RunDir:
 
 
 def told(run: RunDir) -> tuple[int, str]:
-    """The step that a run goes on from, and a sentence on it. Raises `JournalCorrupt`."""
-    trained = checkpoint = 0
+    """The step that a run goes on from, and a sentence on it.
+
+    Raises `JournalCorrupt`, and `RunDirError` where the journal knows less than the newest checkpoint.
+    """
+    trained = checkpoint = sealed = 0
     for record in read_journal(run.path / "journal" / "journal.jsonl").records:
         if record["kind"] in ("trained", "skipped"):
             trained = max(trained, int(record["step"]))
+        elif record["kind"] == "sealed":
+            sealed = max(sealed, int(record["step"]))
         elif record["kind"] == "checkpoint":
             checkpoint = int(record["step"])
+        elif record["kind"] == "summary":
+            trained, sealed = max(trained, int(record["trained_step"])), max(sealed, int(record["sealed_step"]))
+            checkpoint = int(record["checkpoint_step"])
     # The journal hears of a checkpoint with the trainer's next request, which may never have come.
     written = CheckpointStore(run.path / "checkpoints").versions()
     checkpoint = max(checkpoint, written[-1].step) if written else checkpoint
+    if checkpoint > max(sealed, trained):
+        raise RunDirError(
+            f"{run.name} cannot go on: its newest checkpoint is of step {checkpoint}, and its journal ends at step "
+            f"{max(sealed, trained)}: the journal's newest part is missing"
+        )
     total = read_toml(run.config_file).get("orchestrator", {}).get("total_steps", "?")
     again = f"; steps {checkpoint + 1} to {trained} are taken once more" if trained > checkpoint else ""
     return checkpoint, f"going on from step {checkpoint} of {total}, that of its last checkpoint{again}"

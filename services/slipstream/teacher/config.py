@@ -34,8 +34,8 @@ class TeacherConfig(ServiceConfig):
     max_waiting_tokens: int = Field(default=2**21, ge=1)
     """Tokens of calls that wait or are worked on; a call beyond is refused, unless nothing waits."""
 
-    max_request_tokens: int = Field(default=2**20, ge=1)
-    """Tokens of one call."""
+    max_request_tokens: int = Field(default=2**20, ge=2**16)
+    """Tokens of one call. Runners ask for 65,536 at a time, or for one rollout that is longer."""
 
     logits_rows: int = Field(default=4096, ge=1)
     """Positions whose logits are held at once."""

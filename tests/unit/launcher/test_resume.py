@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.launcher.cli import main
+from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.resume import earlier_s, find_resumable, told
 from slipstream.launcher.rundir import RunDir, RunLock
 from slipstream.orchestrator.journal import Journal
@@ -79,6 +80,18 @@ def test_a_run_that_goes_on_says_from_where_and_counts_the_time_before(made) -> 
     lines = [f'{{"kind": "{kind}", "time_s": {time_s}}}\n' for kind, time_s in events]
     run.events_file.write_text("".join(lines))
     assert earlier_s(run) == 7.0
+
+
+def test_a_journal_that_knows_less_than_the_newest_checkpoint_is_not_gone_on_with(made, capsys) -> None:
+    run = made()
+    newest = run.path / "checkpoints" / "1.20"
+    newest.mkdir(parents=True)
+    (newest / "COMPLETE").touch()
+    with pytest.raises(RunDirError, match="its newest checkpoint is of step 20, and its journal ends at step 0"):
+        told(run)
+    journal = run.path / "journal" / "journal.jsonl"
+    journal.rename(journal.with_name("journal-000000000000.jsonl"))
+    assert "journal.jsonl, the newest part of its journal, is missing" in refusal(capsys, "--resume", "demo")
 
 
 def test_without_checkpoints_there_are_no_weights_to_go_on_from(made, capsys) -> None:
