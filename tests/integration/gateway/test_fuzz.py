@@ -69,7 +69,7 @@ async def talk(port: int, each: Hostile) -> tuple[bytes, bool]:
 
     hearing = asyncio.ensure_future(hear())
     try:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the gateway may have hung up: ENOTCONN is no ConnectionError
             for part in each.parts:
                 writer.write(part)
                 await writer.drain()
