@@ -66,12 +66,9 @@ def source(bench: Bench, transport: str) -> Iterator[Rank]:
 
 
 def transports(bench: Bench) -> tuple[str, ...]:
-    """NIXL comes with vLLM."""
-    if not isinstance(bench.engine, ReceivingEngine):
-        return "shm", "nccl"
-    return (
-        ("shm", "nccl", "nixl", "cuda_ipc") if getattr(bench.kind, "device", "") == "cuda" else ("shm", "nccl", "nixl")
-    )
+    """On a CPU engines are forked from this process, in which NIXL's threads must not have begun: `test_nixl.py`."""
+    on_card = isinstance(bench.engine, ReceivingEngine) and getattr(bench.kind, "device", "") == "cuda"
+    return ("shm", "nccl", "nixl", "cuda_ipc") if on_card else ("shm", "nccl")
 
 
 def after(bench: Bench) -> PolicyVersion:
