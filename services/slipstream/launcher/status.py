@@ -31,6 +31,9 @@ from slipstream.launcher.services import HealthCheck, access_to, service_of
 
 CALL_TIMEOUT_S = 3.0
 
+MAX_WIDTH = 400
+"""Columns of a table that goes to no terminal."""
+
 
 @dataclass
 class ServiceStatus:
@@ -155,7 +158,7 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     if ready := ready_groups(run):
         row.load += f", {ready} ready for the next"
     if alike := alike_groups(run):
-        row.load += f", {alike} left out since, as their rollouts all earned the same"
+        row.notes.append(f"{alike} groups were left out since the last step, as their rollouts all earned the same")
     if paused(run):
         row.notes.append(f"paused: {run.reason}")
     row.notes += [f"warning: {sentence}" for sentence in run.warnings]
@@ -190,7 +193,7 @@ def memory_mib(pid: int | None) -> float | None:
 def print_status(run: RunDir, rows: list[ServiceStatus]) -> None:
     table = Table(title=f"{run.name}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("service", "state", "version", "load", "MiB", "address"):
-        table.add_column(column, justify="right" if column == "MiB" else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column == "MiB" else "left", no_wrap=column != "load")
     for row in rows:
         memory = "" if row.memory_mib is None else f"{row.memory_mib:.0f}"
         table.add_row(row.replica, row.health, row.version, row.load, memory, row.address)
@@ -198,6 +201,7 @@ def print_status(run: RunDir, rows: list[ServiceStatus]) -> None:
     if total_mib:
         table.add_section()
         table.add_row("together", "", "", "", f"{total_mib:.0f}", "")
-    Console(width=None if Console().is_terminal else 160).print(table)
+    # Of a narrow terminal loads take more lines; nothing else is cut short. What is not a terminal has no width.
+    Console(width=None if Console().is_terminal else MAX_WIDTH).print(table)
     for note in (note for row in rows for note in row.notes):
         print(note)
