@@ -3,11 +3,13 @@
 The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
 group; `options.marker` is then to be found in its command line. With `options.fails` judging raises. The tasks that
 `options.gated` lists are judged once there is a file `options.gate`. Prompts begin with `options.padding` letters.
+`options.leaves` starts a process of that many seconds, in a session of its own, and leaves it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +30,8 @@ class Letters:
         self._gate = Path(config.options.get("gate", ""))
         self._padding = "x" * int(config.options.get("padding", 0))
         self._fails = bool(config.options.get("fails", False))
+        if leaves_s := config.options.get("leaves", 0):
+            subprocess.run(["/bin/sh", "-c", f"sleep {leaves_s} & exit"], start_new_session=True, check=True)
 
     def task(self, split: Split, index: int) -> Task:
         return Task(split, index)

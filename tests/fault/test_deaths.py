@@ -1,4 +1,7 @@
-"""Kill -9 of anything ends the run soon, says what died, and leaves nothing behind: no process, no sandbox."""
+"""Kill -9 of anything ends the run soon, says what died, and leaves nothing behind: no process, no sandbox.
+
+Nor a process that environment code has put into a session of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ import signal
 import time
 
 import pytest
-from run_process import marked
+from run_process import described, marked
 
 pytestmark = pytest.mark.timeout(180, func_only=False)
 
 REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
 END_S = 30.0
+LEFT_S = 98765
+"""Of a process that environment code starts and leaves in a session of its own."""
 
 
 @pytest.fixture
 def training(launch, tmp_path):
     """A run in training whose groups are being judged in sandboxes, and what marks those."""
     marker = f"marker {tmp_path}"
-    run = launch("run", options=f'sandbox_s = 100.0\nmarker = "{marker}"')
+    run = launch("run", options=f'sandbox_s = 100.0\nmarker = "{marker}"\nleaves = {LEFT_S}')
     run.wait_until(lambda: marked(marker))
-    run.processes()
+    assert any(str(LEFT_S) in command for command in map(described, run.processes()))
     return run, marker
 
 

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins, located
+from slipstream.common.reaper import END_NOW, guarded
 from slipstream.common.tls import try_certificates
 from slipstream.environments.config import EntryPointConfig, ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
@@ -26,6 +28,7 @@ from slipstream.trainer.teacher import teacher_sizes
 T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 120.0
+PROBE_END_TIMEOUT_S = 10.0
 
 
 def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, workers_here: bool = True) -> None:
@@ -134,18 +137,23 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
 
 def _ask(module: str, asked: dict[str, Any], what: str, read: Callable[[Any], T]) -> T:
     """Run a probe, and return what it found. Raises `ConfigError`, which begins with `what`, where it does not end."""
-    command = [sys.executable, "-m", module]
+    command = guarded([sys.executable, "-m", module])  # their code may start processes, which end with it
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
-        )
+        printed, complained = process.communicate(json.dumps(asked), timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{what} cannot be built within {PROBE_TIMEOUT_S:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            process.send_signal(END_NOW)
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=PROBE_END_TIMEOUT_S)
     try:
-        return read(json.loads(done.stdout.splitlines()[-1]))
+        return read(json.loads(printed.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"{what} end the process that builds them, exit code {done.returncode}: {last}") from None
+        last = (complained.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"{what} end the process that builds them, exit code {process.returncode}: {last}") from None
 
 
 def shorten(sentence: str, limit: int = 400) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ from slipstream.common.errors import (
     SandboxAway,
     SlipstreamError,
 )
+from slipstream.common.reaper import END_NOW, guarded
 from slipstream.runner import telemetry
 from slipstream.runner.memory_watch import held_bytes
 from slipstream.runner.watchdog import MAX_REPORT_BYTES
@@ -182,7 +184,7 @@ def failure_of(reply: dict[str, Any], environment: str) -> SlipstreamError:
 
 
 class EnvironmentWorker:
-    """Owns one environment worker process."""
+    """Owns one environment worker process, and, through `common/reaper.py`, all that it starts."""
 
     def __init__(
         self,
@@ -355,16 +357,12 @@ class EnvironmentWorker:
         ours, theirs = socket.socketpair()
         report, their_report = os.pipe()
         with theirs, closing_fd(their_report):
+            arguments = [str(theirs.fileno()), self._environments, str(their_report), *self._config_arguments]
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "slipstream.runner.envworker",
-                str(theirs.fileno()),
-                self._environments,
-                str(their_report),
-                *self._config_arguments,
+                *guarded([sys.executable, "-m", "slipstream.runner.envworker", *arguments]),
                 pass_fds=[theirs.fileno(), their_report],
                 stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # who kills the runner's group leaves the one that ends what is left
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
         closing = asyncio.create_task(_close_after(self._process, self._writer))
@@ -443,18 +441,20 @@ class EnvironmentWorker:
                 return
 
     def _kill(self) -> None:
-        """A worker whose code does not come back is of no more use to anyone."""
+        """A worker whose code does not come back is of no more use to anyone, nor is what it started."""
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            self._process.send_signal(END_NOW)
 
     async def _end_process(self) -> None:
         process = self._process
         if process is None or process.returncode is not None:
             return
         process.terminate()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        for escalation in (END_NOW, signal.SIGKILL):
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await process.wait()
+                    return
+            except TimeoutError:
+                process.send_signal(escalation)
+        await process.wait()

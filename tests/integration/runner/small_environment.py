@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -48,6 +49,14 @@ class Counting:
                 if os.fork() == 0:
                     time.sleep(20)  # noqa: ASYNC251 holds the socket
                 os._exit(3)
+            case "leaves a process":
+                self._leave()
+            case "leaves a process and dies":
+                self._leave()
+                os._exit(3)
+            case "leaves a process and hangs":
+                self._leave()
+                time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "never answers":
                 await asyncio.sleep(3600)
             case "leaks":
@@ -88,6 +97,11 @@ class Counting:
         return [
             Score(half, completion.text == str(task.index), f"{task.index} was asked for") for completion in completions
         ]
+
+    def _leave(self) -> None:
+        """Start a process, in a session of its own, whose parent ends at once."""
+        script = f"sleep 3600 & echo $! > {self._file}.part && mv {self._file}.part {self._file}"
+        subprocess.run(["/bin/sh", "-c", script], start_new_session=True, check=True)
 
     def demonstration(self, index: int, *, validation: bool = False) -> tuple[str, str] | None:
         return None

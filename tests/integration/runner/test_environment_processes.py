@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from slipstream.api.rollout.v1 import runner_pb2
@@ -120,3 +121,22 @@ async def test_of_several_processes_one_that_dies_costs_its_own_episodes(
         with pytest.raises(EnvironmentFailed, match="the environment worker"):
             await pool.turn(task, episodes[1].number, says, stopped=True)
         assert await pool.turn(task, episodes[0].number, says, stopped=True) is not None
+
+
+@pytest.mark.parametrize("behaviour", ["leaves a process", "leaves a process and dies", "leaves a process and hangs"])
+async def test_what_environment_code_started_ends_with_its_process(
+    start_world: Any, tmp_path: Path, behaviour: str
+) -> None:
+    """Also in a session of its own, and when the one who started it has ended."""
+    left = tmp_path / "left"
+    world = await start_world(environments=[counting(behaviour, left)], environment_blocked_timeout_s=2.0)
+    report = await world.report(await world.give())
+    assert report.outcome == (FINISHED if behaviour == "leaves a process" else FAILED)
+    pid = int(left.read_text())
+    if behaviour == "leaves a process":
+        assert psutil.pid_exists(pid)  # it does no harm while its environment runs
+        world.ask_to_stop()
+        await asyncio.wait([world.process], timeout=60.0)
+    async with asyncio.timeout(60):
+        while psutil.pid_exists(pid):  # noqa: ASYNC110 the kernel ends it
+            await asyncio.sleep(0.02)

@@ -1,0 +1,110 @@
+"""What a program started ends with it, whichever way it ends, and the reaper ends as the program did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.common.reaper import END_NOW, guarded
+
+LEAVES = """
+import os, subprocess, sys, time
+script = f"sleep 3600 & echo $! > {sys.argv[1]}.part && mv {sys.argv[1]}.part {sys.argv[1]}"
+subprocess.run(["/bin/sh", "-c", script], start_new_session=True, check=True)
+"""
+DEADLINE_S = 30.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[Path]:
+    """The number of the process that the program left; whatever came of it, it is gone after the test."""
+    file = tmp_path / "left"
+    yield file
+    if file.exists() and lives(pid := int(file.read_text())):
+        os.kill(pid, signal.SIGKILL)
+
+
+def run(program: str, left: Path) -> subprocess.Popen[bytes]:
+    command = guarded([sys.executable, "-c", program, str(left)])
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("", 0), ("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), 15)", -15)],
+)
+def test_what_a_program_left_ends_with_it_and_its_own_end_is_told(left: Path, end: str, code: int) -> None:
+    process = run(LEAVES + end, left)
+    assert process.wait(DEADLINE_S) == code
+    assert not lives(int(left.read_text()))
+
+
+def test_a_program_that_is_ended_at_once_takes_what_it_left_with_it(left: Path) -> None:
+    process = run(LEAVES + "time.sleep(3600)", left)
+    until(left.exists)
+    process.send_signal(END_NOW)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert not lives(int(left.read_text()))
+
+
+def test_a_program_may_end_in_its_own_way_when_asked_to(left: Path) -> None:
+    heeds = "import signal\nsignal.signal(15, lambda *_: sys.exit(5))\n"
+    process = run(heeds + LEAVES + "time.sleep(3600)", left)
+    until(left.exists)
+    process.terminate()
+    assert process.wait(DEADLINE_S) == 5
+    assert not lives(int(left.read_text()))
+
+
+def test_what_a_program_left_while_it_runs_does_not_end(left: Path) -> None:
+    process = run(LEAVES + "sys.stdin.close(); time.sleep(3600)", left)
+    until(left.exists)
+    pid = int(left.read_text())
+    until(lambda: psutil.Process(pid).ppid() == process.pid)  # adopted
+    assert lives(pid)
+    process.send_signal(END_NOW)
+    process.wait(DEADLINE_S)
+
+
+def test_all_of_it_ends_with_a_parent_that_is_killed(left: Path, tmp_path: Path) -> None:
+    """The parent is killed with its process group, as the launcher does it to a service."""
+    parent = (
+        "import subprocess, sys; from slipstream.common.reaper import guarded\n"
+        f"p = subprocess.Popen(guarded([sys.executable, '-c', {LEAVES + 'time.sleep(3600)'!r}, {str(left)!r}]),"
+        " start_new_session=True)\nprint(p.pid, flush=True)\np.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        reaper = int(process.stdout.readline())
+        until(left.exists)
+        pids = [reaper, int(left.read_text()), *(child.pid for child in psutil.Process(reaper).children())]
+        assert len(pids) == 4  # the reaper has the program, and what it left
+        os.killpg(process.pid, signal.SIGKILL)
+    until(lambda: not any(map(lives, pids)))
+
+
+def test_a_command_that_is_none_says_so(left: Path) -> None:
+    process = subprocess.run(guarded(["/no/such/program"]), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (process.returncode, process.stderr) == (127, "/no/such/program: No such file or directory\n")
