@@ -31,7 +31,7 @@ from slipstream_client.errors import (
     Unsupported,
 )
 from slipstream_client.rollout import Rollout, RolloutState, Sample, Sampling, Version, VersionSpan
-from slipstream_client.run import Accuracy, Run
+from slipstream_client.run import Accuracy, Run, WorkerVersion
 from slipstream_client.session import Session, SessionState
 
 __all__ = [
@@ -65,4 +65,5 @@ __all__ = [
     "Unsupported",
     "Version",
     "VersionSpan",
+    "WorkerVersion",
 ]

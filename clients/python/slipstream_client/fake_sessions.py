@@ -46,10 +46,13 @@ class FakeSessions:
 
     def _opened(self, request: rollout_pb2.OpenSessionRequest) -> rollout_pb2.OpenSessionResponse:
         position = self._joinable.get(request.group_key)
+        members = [] if position is None else self._members(position)
+        size = members[0].group_size if members else request.group_size or (GROUP_SIZE if request.group_key else 1)
+        if request.group_size not in (0, size):
+            message = f"group_size: the group of this key that has a place left was begun with {size} members"
+            raise InvalidRequest(message, metadata={"field": "group_size", "limit": str(size)})
         if position is None:
             position, self._position = self._position, self._position + 1
-        members = self._members(position)
-        size = members[0].group_size if members else request.group_size or (GROUP_SIZE if request.group_key else 1)
         session = rollout_pb2.Session(
             session_id=f"session-{position}-{len(members)}",
             state=OPEN,

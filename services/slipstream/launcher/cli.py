@@ -109,7 +109,7 @@ def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
         from slipstream.launcher.resume import find_resumable
 
         resumed = find_resumable(arguments)
-        arguments = ["@", str(resumed.config_file)]
+        arguments = ["@", str(resumed.run.config_file)]
     config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
     if config is None:
         return 0

@@ -77,6 +77,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "reward_first": steps[0].get("reward_mean") if steps else None,
         "reward_last": steps[-1].get("reward_mean") if steps else None,
         "groups_trained": sum(int(step.get("groups_trained", 0)) for step in steps),
+        "groups_trained_by_environment": trained_by_environment(steps),
         "groups_filtered": groups_filtered(records),
         "success_rate_by_environment": steps[-1].get("success_rate_by_environment") if steps else None,
         "rollouts_given_up": sum(int(step.get("rollouts_given_up", 0)) for step in steps),
@@ -92,6 +93,15 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "groups_cancelled_by_reason": cancelled_by_reason(records, "groups"),
         "sandbox_executions": sandbox_executions(records),
     }
+
+
+def trained_by_environment(steps: Iterable[Record]) -> dict[str, int]:
+    """Groups that were trained; those of sessions under a name of their own."""
+    found: Counter[str] = Counter()
+    for step in steps:
+        if int(step.get("groups_trained", 0)):  # not of a step that was skipped
+            found.update(step.get("groups_by_environment", {}))
+    return dict(found)
 
 
 def groups_filtered(records: RunRecords) -> int:

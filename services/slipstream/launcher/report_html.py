@@ -248,8 +248,12 @@ def _tracks(records: RunRecords, replicas: Sequence[str], begin_s: float, end_s:
 def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
     lags = [(str(lag), float(count)) for lag, count in report.lag_histogram(records).items()]
     cancelled = figures["groups_cancelled_by_reason"]
+    by_environment = figures["groups_trained_by_environment"]
+    trained = [(f"trained: {name}", float(count), BLUE) for name, count in by_environment.items()]
+    if len(trained) < 2:
+        trained = [("trained", float(figures["groups_trained"]), BLUE)]
     ends = [
-        ("trained", float(figures["groups_trained"]), BLUE),
+        *trained,
         ("no variance", float(figures["groups_filtered"]), GREY),
         *((f"cancelled: {name.lower().replace('_', ' ')}", float(n), ORANGE) for name, n in cancelled.items()),
         *((f"failed: {name}", float(n), RED) for name, n in figures["groups_failed_by_environment"].items()),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_files import read_toml
@@ -22,7 +25,17 @@ PORTS_TIMEOUT_S = 10.0
 """How long the processes of a killed run may take to let go of their ports."""
 
 
-def find_resumable(arguments: list[str]) -> RunDir:
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """A run that can go on, and how far its journal says that it came. A journal may be large: it is read once."""
+
+    run: RunDir
+    trained_step: int = 0
+    sealed_step: int = 0
+    checkpoint_step: int = 0
+
+
+def find_resumable(arguments: list[str]) -> Resumable:
     """The run to go on with, the newest unless one is named. Raises `ConfigError` or `RunDirError` if it cannot."""
     named = arguments[1:]
     if arguments[0] != "--resume" or len(named) > 1 or any(name.startswith("-") for name in named):
@@ -48,16 +61,12 @@ def find_resumable(arguments: list[str]) -> RunDir:
             f"{run.name} writes no checkpoints (trainer.checkpoint.interval_steps is 0), so that there are no weights "
             "to go on from: start a new run"
         )
-    return run
+    return _resumable(run, records)
 
 
-def told(run: RunDir) -> tuple[int, str]:
-    """The step that a run goes on from, and a sentence on it.
-
-    Raises `JournalCorrupt`, and `RunDirError` where the journal knows less than the newest checkpoint.
-    """
+def _resumable(run: RunDir, records: Iterable[Mapping[str, Any]]) -> Resumable:
     trained = checkpoint = sealed = 0
-    for record in read_journal(run.path / "journal" / "journal.jsonl").records:
+    for record in records:
         if record["kind"] in ("trained", "skipped"):
             trained = max(trained, int(record["step"]))
         elif record["kind"] == "sealed":
@@ -66,10 +75,19 @@ def told(run: RunDir) -> tuple[int, str]:
             checkpoint = int(record["step"])
         elif record["kind"] == "summary":
             trained, sealed = max(trained, int(record["trained_step"])), max(sealed, int(record["sealed_step"]))
-            checkpoint = int(record["checkpoint_step"])
+            checkpoint = int(record["checkpoint_step"] or 0)
+    return Resumable(run, trained, sealed, checkpoint)
+
+
+def told(resumable: Resumable) -> tuple[int, str]:
+    """The step that a run goes on from, and a sentence on it.
+
+    Raises `RunDirError` where the journal knows less than the newest checkpoint.
+    """
+    run, trained, sealed = resumable.run, resumable.trained_step, resumable.sealed_step
     # The journal hears of a checkpoint with the trainer's next request, which may never have come.
     written = CheckpointStore(run.path / "checkpoints").versions()
-    checkpoint = max(checkpoint, written[-1].step) if written else checkpoint
+    checkpoint = max(resumable.checkpoint_step, written[-1].step if written else 0)
     if checkpoint > max(sealed, trained):
         raise RunDirError(
             f"{run.name} cannot go on: its newest checkpoint is of step {checkpoint}, and its journal ends at step "

@@ -22,7 +22,7 @@ from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
-from slipstream.launcher.resume import earlier_s, make_ready, told
+from slipstream.launcher.resume import Resumable, earlier_s, make_ready, told
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
@@ -30,17 +30,17 @@ from slipstream.launcher.supervisor import OnEvent, Supervisor
 from slipstream.launcher.valkey import socket_path, valkey_spec
 
 
-def run_rl(config: RunConfig, *, stay_up: bool, resumed: RunDir | None = None) -> int:
+def run_rl(config: RunConfig, *, stay_up: bool, resumed: Resumable | None = None) -> int:
     """Run everything, in a directory of its own or on in that of an earlier run; returns the exit code."""
     check_memory(config)
-    run = resumed or create_run_dir(config.run.directory, config.run.name)
+    run = resumed.run if resumed is not None else create_run_dir(config.run.directory, config.run.name)
     lock, lease, display = RunLock(run), PortLease(), open_display()
     try:
         before_s = 0.0
         if resumed is not None:
             before_s = earlier_s(run)
             make_ready(run)
-            from_step, sentence = told(run)
+            from_step, sentence = told(resumed)
             display.say(f"run {run.name}: {sentence}")
             run.record("run_resumed", step=from_step)
         with socket_path(run) as socket:

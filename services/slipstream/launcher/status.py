@@ -159,6 +159,10 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
         row.load += f", {ready} ready for the next"
     if alike := alike_groups(run):
         row.notes.append(f"{alike} groups were left out since the last step, as their rollouts all earned the same")
+    if sessions := run.trained_group_counts.get("session"):
+        row.notes.append(f"{sessions} of {sum(run.trained_group_counts.values())} trained groups were of sessions")
+    if outside := ", ".join(f"{count} of {name}" for name, count in sorted(run.external_group_counts.items())):
+        row.notes.append(f"groups of third parties that have ended: {outside}")
     if paused(run):
         row.notes.append(f"paused: {run.reason}")
     row.notes += [f"warning: {sentence}" for sentence in run.warnings]

@@ -49,6 +49,7 @@ from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer, task_sequence
 from slipstream.orchestrator.servicer import BatchServicer, RunnerServicer
 from slipstream.orchestrator.session_desk import SessionDesk
+from slipstream.orchestrator.session_keys import SessionKeys
 from slipstream.orchestrator.summary import Summarizer
 from slipstream.orchestrator.supervisor import Supervisor
 from slipstream.orchestrator.tracking.feed import TrackerFeed
@@ -130,7 +131,9 @@ class Orchestrator:
             journal=self.journal,
             history=history,
         )
-        self.desk = SessionDesk(self.state, self.sequencer, Channels(lambda address: open_channel(address, access)))
+        keys = SessionKeys(config.run_dir / "session-secret") if config.gateway_url else None
+        channels = Channels(lambda address: open_channel(address, access))
+        self.desk = SessionDesk(self.state, self.sequencer, channels, keys)
         telemetry.observe(self.state, self.sequencer, self.leases, self.journal)
         self.redis = State(config.redis.url, config.run_id)
         self.mirror = RedisMirror(

@@ -9,7 +9,7 @@ from slipstream.algorithms.staleness import Group
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
-from slipstream.orchestrator.config import EnvironmentConfig
+from slipstream.orchestrator.config import SESSION, EnvironmentConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.external import ExternalGroup
 from slipstream.orchestrator.sessions import SessionGroup
@@ -55,8 +55,9 @@ class Assigner:
         return assignment
 
     def sessions(self, group: Group, members: SessionGroup, version: PolicyVersion) -> runner_pb2.GroupAssignment:
-        """Assign the current attempt of a position to sessions."""
+        """Assign the current attempt of a position to sessions. Of its environment's they have the sampling alone."""
         assignment = self.training(group, version)
+        assignment.environment = SESSION
         assignment.sample_count, assignment.needed_count = members.size, 0
         assignment.deadline_ms = members.total_timeout_ms
         assignment.session_group.name = members.name

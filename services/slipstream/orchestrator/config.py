@@ -23,6 +23,10 @@ class EnvironmentConfig(SequencedConfig):
     """Tokens that end a sample. Empty leaves the choice to the runner, which knows the tokenizer."""
 
 
+SESSION, PROMPT = "session", "prompt"
+"""What groups of sessions, and third parties' prompts of their own, are counted under: they are of no environment."""
+
+
 class WorkerConfig(BaseConfig):
     """One inference worker that the version keeper looks after."""
 
@@ -244,6 +248,8 @@ class OrchestratorConfig(ServiceConfig):
         names = [environment.name for environment in self.environments]
         if len(set(names)) != len(names):
             raise ValueError("environments: names must differ")
+        if reserved := {SESSION, PROMPT} & set(names):
+            raise ValueError(f"environments: {min(reserved)!r} is the name of groups that are of no environment")
         if self.min_group_size > self.samples_per_group:
             raise ValueError("min_group_size: must not exceed samples_per_group")
         kinds = [tracker.type for tracker in self.tracking]

@@ -73,9 +73,11 @@ class Curriculum:
         self, assignment: runner_pb2.GroupAssignment, records: Sequence[runner_pb2.RolloutRecord]
     ) -> dict[str, Any]:
         """Learn from an attempt that ended; returns what the journal's record of that says."""
+        if assignment.HasField("session_group"):
+            return {}
         config = self._environments[assignment.environment]
         counted = self._counted.get(assignment.position) == assignment.attempt
-        if not config.curriculum.enabled or counted or assignment.HasField("session_group"):
+        if not config.curriculum.enabled or counted:
             return {}
         part = assignment.task_index % parts_of(config)
         share = sum(record.correct for record in records) / len(records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
 from slipstream.common.errors import RequestIdReused, RolloutQueueFull, RolloutUnknown
 from slipstream.common.version import PolicyVersion
+from slipstream.orchestrator import telemetry
+from slipstream.orchestrator.config import PROMPT
 from slipstream.orchestrator.packed import packed, unpack
 from slipstream.orchestrator.signals import Signal
 
@@ -57,6 +59,8 @@ class ExternalGroups:
     """To the journal: each change of a group."""
     changed: Signal = field(default_factory=Signal)
     sequence: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """Groups that have ended, by environment."""
     _number: int = 0
     _groups: OrderedDict[str, ExternalGroup] = field(default_factory=OrderedDict)
     _by_request: dict[str, str] = field(default_factory=dict[str, str])
@@ -197,7 +201,11 @@ class ExternalGroups:
         request_id = group.request.request_id
         group.request.Clear()  # a prompt may be large
         group.request.request_id = request_id
-        self._touch(group)
+        name = group.rollout.environment or PROMPT
+        self.counts[name] += 1
+        state_name = rollout_pb2.RolloutState.Name(state).removeprefix("ROLLOUT_STATE_")
+        telemetry.external_ended.labels(name, state_name).inc()
+        self._touch(group, environment=name)
         self._keep(group)
 
     def _keep(self, group: ExternalGroup) -> None:

@@ -87,6 +87,7 @@ class Failures:
     def useless(self, group: runner_pb2.GroupAssignment, runner_id: str, reason: str, detail: str) -> None:
         """A group that counts as finished turned out to be of no use."""
         self._failed[group.environment] += 1
+        self._ended[group.environment] = max(self._ended[group.environment], self._failed[group.environment])
         self._write(group, reason, detail[:MAX_DETAIL_CHARS], runner_id)
 
     def failed(

@@ -14,17 +14,21 @@ AGES = {Phase.RUNNING: "in_flight", Phase.SCORED: "in_queue"}
 class GroupFigures:
     """Remembers when the open positions began, and how many attempts were not the first."""
 
-    def __init__(self, environments: Iterable[str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, names: Iterable[str], clock: Callable[[], float], name_of: Callable[[Group], str] | None = None
+    ) -> None:
+        """`name_of`: what a group is counted under; its environment, unless told otherwise."""
         self._clock = clock
+        self._name_of = name_of or (lambda group: group.environment)
         self._begun: dict[int, float] = {}
-        self._zeros = dict.fromkeys(environments, 0.0)
+        self._zeros = dict.fromkeys(names, 0.0)
         self.again: Counter[str] = Counter()
         """Attempts that were not the first of their group, by environment."""
 
     def dispatched(self, group: Group) -> None:
         """An attempt begins."""
         if group.attempt > 1:
-            self.again[group.environment] += 1
+            self.again[self._name_of(group)] += 1
         self.known(group)
 
     def known(self, group: Group) -> None:
@@ -36,7 +40,7 @@ class GroupFigures:
         found = {(environment, where): 0.0 for environment in self._zeros for where in AGES.values()}
         for group in groups:
             if group.phase in AGES:
-                key = (group.environment, AGES[group.phase])
+                key = (self._name_of(group), AGES[group.phase])
                 found[key] = max(found[key], group.lag(next_step))
         return found
 
@@ -46,7 +50,8 @@ class GroupFigures:
         for group in groups:
             if group.phase is not Phase.SEALED:
                 age_s = now - self._begun.get(group.position, now)
-                found[group.environment] = max(found[group.environment], age_s)
+                name = self._name_of(group)
+                found[name] = max(found[name], age_s)
         return found
 
     def fields(self, groups: Iterable[Group], next_step: int) -> Mapping[str, object]:

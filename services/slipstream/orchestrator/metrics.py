@@ -120,6 +120,8 @@ class Totals:
         self.sandbox_executions = 0
         self.rollouts = 0
         self.groups_filtered = 0
+        self.trained: Counter[str] = Counter()
+        """Groups, by environment."""
 
     def to_record(self) -> dict[str, object]:
         """Return the counts as the journal keeps them."""
@@ -128,6 +130,7 @@ class Totals:
             "sandbox_executions": self.sandbox_executions,
             "rollouts": self.rollouts,
             "groups_filtered": self.groups_filtered,
+            "trained": dict(self.trained),
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -136,6 +139,7 @@ class Totals:
         self.sandbox_executions += record.get("sandbox_executions", 0)
         self.rollouts += record.get("rollouts", 0)
         self.groups_filtered += record.get("groups_filtered", 0)
+        self.trained.update(record.get("trained", {}))
 
     def fields(self) -> dict[str, float]:
         """Return the counts by name."""

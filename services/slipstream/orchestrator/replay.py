@@ -61,6 +61,7 @@ SUMMED_UP = (
     *("run_id", "seed", "bound", "ended", "reason", "paused", "incarnation", "lineage_step", "sealed_step"),
     *("trained_step", "next_position", "checkpoint_step", "released_step", "totals", "skipped_in_a_row", "began_s"),
     *("backed_off", "durations", "step_times_s", "last_trained_s", "external"),
+    "external_counts",
 )
 """Fields of a `History` that a summary has as they are."""
 
@@ -131,6 +132,8 @@ class History:
     last_trained_s: float | None = None
     external: dict[str, Record] = field(default_factory=dict[str, Record])
     """By group: what was said last of it, with what was asked for as long as it has not ended."""
+    external_counts: dict[str, int] = field(default_factory=dict[str, int])
+    """Those that have ended, also such as are no longer kept, by environment."""
     sessions: dict[str, KeptSession] = field(default_factory=dict[str, KeptSession])
     """By name, in the order in which they were opened: those that have not ended, and the newest that have."""
     ended_sessions: deque[str] = field(default_factory=deque[str])
@@ -299,6 +302,8 @@ class History:
         name = record["group"]
         before = self.external.pop(name, {})  # what ended last is the last of them
         asked = {} if record["rollout"] else {"request": before.get("request")}
+        if environment := record.get("environment"):
+            self.external_counts[environment] = self.external_counts.get(environment, 0) + 1
         self.external[name] = {**asked, **record}
         ended = [(each, said) for each, said in self.external.items() if said["rollout"]]
         count, size_bytes = len(ended), sum(len(said["rollout"]) for _, said in ended)
@@ -356,9 +361,13 @@ class History:
         return group
 
     def _time(self, group: Group, record: Record, *, cut_off: bool = False) -> None:
-        """How long an attempt took that ends here; one that had ended before, or outlived a process, says nothing."""
+        """How long an attempt took that ends here; one that had ended before, or outlived a process, says nothing.
+
+        Neither do sessions: how long they take is their agent's affair, and no environment's.
+        """
         begun_s = self.dispatches[group.position].begun_s if group.position in self.dispatches else 0.0
-        if group.phase is Phase.RUNNING and begun_s >= self.began_s:
+        of_sessions = group.position in self.dispatches and self.dispatches[group.position].sessions
+        if group.phase is Phase.RUNNING and begun_s >= self.began_s and not of_sessions:
             took_s = record.get("time_s", 0.0) - begun_s
             times = self.durations.setdefault(group.environment, [])
             times.append([None if cut_off else took_s, took_s])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -83,6 +83,10 @@ class RunState:
         self.waiting_figures: Callable[[], dict[str, float]] = dict
         """Of the step that comes next, at the moment of asking."""
         self.workers: Callable[[], list[run_pb2.WorkerVersion]] = list
+        self.trained_groups: Mapping[str, int] = {}
+        """By environment; sessions' under a name of their own."""
+        self.external_groups: Mapping[str, int] = {}
+        """Third parties' groups that have ended, by environment."""
         self._metrics_file = metrics
         self._started_ms = int(time.time() * 1000)
         self._training_since_s: float | None = None
@@ -199,6 +203,8 @@ class RunState:
             phase_fraction_done=self.phase_fraction,
             started_unix_ms=self._started_ms,
             warnings=list(self.warnings.values()),
+            trained_group_counts=self.trained_groups,
+            external_group_counts=self.external_groups,
         )
 
 

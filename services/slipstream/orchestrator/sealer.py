@@ -89,8 +89,9 @@ class Sealer:
         """Compose the plans of a step. Tokens of `masked` environments below `sealed.oldest_step` are not trained."""
         bounds = dict.fromkeys(masked, sealed.oldest_step)
         sequences = [
-            self._sequence(group, record, number, advantage, bounds.get(group.assignment.environment, 0))
-            for group in groups
+            # The position's environment, since that is what let the group grow so old, whatever its members are.
+            self._sequence(group, record, number, advantage, bounds.get(position.environment, 0))
+            for position, group in zip(sealed.groups, groups, strict=True)
             for record, advantage in zip(group.records, group.advantages, strict=True)
             for number in range(1 + len(record.further_samples))
         ]

@@ -25,7 +25,7 @@ from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, 
 from slipstream.orchestrator.attempts import Attempt, RunningAttempts
 from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.concurrency_gate import ConcurrencyGate
-from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig
+from slipstream.orchestrator.config import SESSION, EnvironmentConfig, OrchestratorConfig
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.evaluation import Evaluation
@@ -130,7 +130,11 @@ class Sequencer:
         self.concurrency.backed_off = lambda: self.breakers.open
         self.failures = Failures(metrics, clock, self.breakers, state, journal)
         self.durations = Durations(self.machine.age_out, config.max_off_policy_steps, state, clock)
-        self.group_figures = GroupFigures(self.environments, clock)
+        self.group_figures = GroupFigures(
+            [*self.environments, *([SESSION] if config.gateway_url else [])],
+            clock,
+            lambda group: SESSION if self.sessions.of_attempt(group.position, group.attempt) else group.environment,
+        )
         self.traces = GroupTraces(clock)
         self.skipped = SkippedSteps(config.max_skipped_steps, config.run_dir / "skipped-rollouts.json")
         self.progress_at = clock()
@@ -154,6 +158,7 @@ class Sequencer:
         self._interval = StepInterval(clock())
         self._masked = frozenset(e.name for e in config.environments if e.age_out == "mask")
         state.running_groups = lambda: len(self._running)
+        state.trained_groups, state.external_groups = self.totals.trained, self.external.counts
         state.waiting_figures = self._waiting_figures
 
     # ---- after a restart
@@ -185,6 +190,7 @@ class Sequencer:
         skipped = range(history.trained_step - history.skipped_in_a_row + 1, history.trained_step + 1)
         self.skipped.restore([self.plans[step] for step in skipped if step in self.plans])
         self.external.restore(history.external)
+        self.external.counts.update(history.external_counts)
         self.curriculum.restore(history)
         self.sessions.restore(history.sessions.values(), {group.position: group.attempt for group in machine})
         self._give_up(given_up)
@@ -217,7 +223,7 @@ class Sequencer:
         training = (
             self.state.phase is RunPhase.TRAINING
             and self.machine.dispatchable
-            and self.concurrency.open(self.rollouts_in_flight)
+            and self.concurrency.open(self.rollouts_in_flight, self.sessions.next_size)
         )
         return bool(
             self._evaluation_due or self.external.waiting or (training and self.breakers.any_allowed and self._wanted)
@@ -292,7 +298,6 @@ class Sequencer:
         group = self.machine.dispatch()
         if group is None:
             return None
-        self.group_figures.dispatched(group)
         of_sessions = self.sessions.waiting and bool(runner.address)
         task_index = None if of_sessions else self.curriculum.task_index(group.position)
         self._journal.append(
@@ -307,7 +312,9 @@ class Sequencer:
         )
         if of_sessions:
             members = self.sessions.take(group.position, group.attempt, runner.address, version)
+            self.group_figures.dispatched(group)
             return self._assigner.sessions(group, members, version)
+        self.group_figures.dispatched(group)
         return self._assigner.training(group, version, task_index)
 
     # ---- taking reports
@@ -338,7 +345,9 @@ class Sequencer:
                 continue
             self._running.pop(key)
             self.leases.drop(attempt.runner_id, key)
-            if attempt.assignment.purpose == TRAINING and report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED:
+            finished = report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+            of_task = attempt.assignment.purpose == TRAINING and not attempt.assignment.HasField("session_group")
+            if finished and of_task:
                 self.durations.ended(attempt.assignment.environment, self._clock() - attempt.started_at)
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)
@@ -556,19 +565,24 @@ class Sequencer:
 
     def _give_up(self, cancellations: Sequence[Cancellation]) -> None:
         counts: Counter[tuple[str, str]] = Counter()
+        rollout_counts: Counter[tuple[str, str]] = Counter()
         for given_up in cancellations:
             key = (group_id_of(given_up.position), given_up.attempt)
+            members = self.sessions.of_attempt(given_up.position, given_up.attempt)
             attempt = self._running.pop(key)
             if attempt is not None:
                 self.leases.cancel(attempt.runner_id, key, given_up.reason.upper())
                 self.traces.ended(attempt.assignment, attempt.started_at, given_up.reason)
-                if given_up.reason == "aged_out" and self.config.over_sampling == 1.0:  # else a surplus is meant to
+                surplus = self.config.over_sampling > 1.0  # meant to be given up
+                if given_up.reason == "aged_out" and not surplus and members is None:
                     self.durations.cut_off(given_up.environment, self._clock() - attempt.started_at)
             scored = self._scored.pop(given_up.position, None)
             if scored is not None:
                 self._release_rows(ref for record in scored.records for ref in record_rows(record))
             self.sessions.group_ended(given_up.position, given_up.attempt, given_up.reason.upper())
-            counts[given_up.reason, given_up.environment] += 1
+            name = (given_up.reason, given_up.environment if members is None else SESSION)
+            counts[name] += 1
+            rollout_counts[name] += self.config.samples_per_group if members is None else members.size
             outcome = "dropped" if given_up.reason == "run_complete" else "aged_out"
             kind = "regenerated" if given_up.regenerated else "ended"
             if given_up.regenerated:
@@ -577,7 +591,7 @@ class Sequencer:
                 telemetry.groups_ended.labels(outcome, given_up.reason.upper()).inc()
             self._journal.append(kind, position=given_up.position, attempt=given_up.attempt, outcome=outcome)
         for (reason, environment), count in counts.items():
-            rollouts = count * self.config.samples_per_group
+            rollouts = rollout_counts[reason, environment]
             self.totals.cancelled[reason] += rollouts
             telemetry.groups_cancelled.labels(environment, reason.upper()).inc(count)
             self._metrics.write("cancelled", reason=reason, environment=environment, count=rollouts, groups=count)
@@ -652,6 +666,9 @@ class Sequencer:
         self.lineage_step = version.step
         self.progress_at = self._clock()
         outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
+        plan = self.plans[version.step]
+        if not skipped:
+            self._count_trained(plan)
         totals = self.totals.to_record()
         for group in groups:
             if skipped:
@@ -660,7 +677,6 @@ class Sequencer:
                 self.sessions.trained(group.position, group.attempt, version.step)
         self._journal.append(outcome.value, step=version.step, incarnation=version.incarnation, totals=totals)
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
-        plan = self.plans[version.step]
         self.traces.trained(plan.attempts, version)
         self.skipped.note(plan, skipped=skipped)
         self.durations.trained()
@@ -669,6 +685,12 @@ class Sequencer:
         self._seal_what_can_be()
         self.admission_changed.notify()
         return groups
+
+    def _count_trained(self, plan: SealedPlan) -> None:
+        by_environment: Any = plan.figures["groups_by_environment"]
+        for name, count in by_environment.items():
+            self.totals.trained[name] += count
+            telemetry.groups_trained.labels(name).inc(count)
 
     def restored(self, incarnation: int, step: int) -> None:
         """A trainer that was restored at `step` takes over: the sealed steps after it are trained once more."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from uuid import uuid4
 
 from slipstream.api.rollout.v1 import rollout_pb2, session_pb2, session_pb2_grpc
@@ -20,33 +18,41 @@ from slipstream.common.errors import (
 )
 from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
+from slipstream.orchestrator.session_history import asked_by
+from slipstream.orchestrator.session_keys import SessionKeys, sha256
 from slipstream.orchestrator.sessions import OPEN, AgentSession
 
-_KEY_BYTES = 32
 _END_TIMEOUT_S = 10.0
 
 
 class SessionDesk:
-    """Opens and closes sessions. A key is made here, told once, and kept as its hash alone.
+    """Opens and closes sessions. A key is told to whoever opened its session; what is kept of it is its hash."""
 
-    `RequestMemory` holds an answer of OpenSession, key and all, for the ten minutes in which its repeat is promised.
-    """
-
-    def __init__(self, state: RunState, sequencer: Sequencer, channels: Channels) -> None:
+    def __init__(
+        self, state: RunState, sequencer: Sequencer, channels: Channels, keys: SessionKeys | None = None
+    ) -> None:
+        """`keys`: None where the run has no gateway."""
+        self._keys = keys
         self._state = state
         self._sequencer = sequencer
         self._sessions = sequencer.sessions
         self._channels = channels
 
     async def open(self, request: rollout_pb2.OpenSessionRequest) -> rollout_pb2.OpenSessionResponse:
-        """Wait for a slot and a runner."""
+        """Wait for a slot and a runner. What was opened by this request before is answered as it is now."""
+        known = self._sessions.asked(asked_by(request))
+        if known is not None and self._keys is not None:
+            key = self._keys.key(known.asked.nonce)
+            if sha256(key) == known.key_sha256:  # else the run's secret is another, and the key cannot be told
+                return _answer(known, key)
         self._state.refuse_ended("it takes no more sessions")
-        if not self._sequencer.config.gateway_url:
+        if self._keys is None:
             raise GatewayAbsent("this run has no gateway: start it with gateway.enabled = true")
         if request.HasField("sampling"):
             _check_sampling(request)
-        key = secrets.token_urlsafe(_KEY_BYTES)
-        opening = self._sessions.open(request, hashlib.sha256(key.encode()).digest())
+        nonce = self._keys.nonce()
+        key = self._keys.key(nonce)
+        opening = self._sessions.open(request, sha256(key), asked_by(request, nonce))
         self._sequencer.admission_may_have_opened()
         try:
             await self._sessions.changed.until(
@@ -61,10 +67,7 @@ class SessionDesk:
                 f"no admission slot, or no runner, came in the time given, in phase {self._state.phase.value}",
                 limit=self._sessions.config.max_open,
             )
-        session = opening.session
-        return rollout_pb2.OpenSessionResponse(
-            session_id=session.proto.session_id, address=session.group.address, key=key, session=session.proto
-        )
+        return _answer(opening.session, key)
 
     async def close(self, request: rollout_pb2.CloseSessionRequest) -> rollout_pb2.CloseSessionResponse:
         """Tell its runner."""
@@ -108,6 +111,12 @@ class SessionDesk:
     async def close_channels(self) -> None:
         """Close the channels to runners."""
         await self._channels.close()
+
+
+def _answer(session: AgentSession, key: str) -> rollout_pb2.OpenSessionResponse:
+    return rollout_pb2.OpenSessionResponse(
+        session_id=session.proto.session_id, address=session.group.address, key=key, session=session.proto
+    )
 
 
 def _check_sampling(request: rollout_pb2.OpenSessionRequest) -> None:

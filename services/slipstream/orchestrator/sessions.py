@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2
-from slipstream.common.errors import SessionsFull, SessionUnknown
+from slipstream.common.errors import InvalidRequest, RequestIdReused, SessionsFull, SessionUnknown
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.config import SessionsConfig
 from slipstream.orchestrator.external import PAGE_BYTES
-from slipstream.orchestrator.session_history import OVER, KeptSession
+from slipstream.orchestrator.session_history import OVER, Asked, KeptSession
 from slipstream.orchestrator.signals import Signal
 
 OPEN = rollout_pb2.SESSION_STATE_OPEN
@@ -70,6 +70,7 @@ class AgentSession:
     group: SessionGroup
     key_sha256: bytes
     number: int
+    asked: Asked
 
     @property
     def over(self) -> bool:
@@ -84,7 +85,7 @@ class AgentSession:
         """As the journal keeps it."""
         group = self.group
         sampling = group.request.sampling if group.request.HasField("sampling") else None
-        kept = KeptSession(self.proto, self.key_sha256, self.number, group.attempt, group.address, sampling)
+        kept = KeptSession(self.proto, self.key_sha256, self.number, group.attempt, group.address, sampling, self.asked)
         return kept.as_record()
 
 
@@ -94,6 +95,7 @@ class Opening:
 
     request: rollout_pb2.OpenSessionRequest
     key_sha256: bytes
+    asked: Asked
     session: AgentSession | None = None
 
 
@@ -119,6 +121,7 @@ class Sessions:
         self._joinable: dict[str, SessionGroup] = {}
         self._by_position: dict[int, SessionGroup] = {}
         self._by_key: dict[bytes, AgentSession] = {}
+        self._by_request: dict[str, AgentSession] = {}
         self._sessions: OrderedDict[str, AgentSession] = OrderedDict()
         self._ended: deque[AgentSession] = deque()
 
@@ -126,6 +129,11 @@ class Sessions:
     def waiting(self) -> bool:
         """Whether `take` would return a group."""
         return bool(self._waiting)
+
+    @property
+    def next_size(self) -> int:
+        """Members of the group that `take` would return; 0 where there is none."""
+        return self._waiting[0].size if self._waiting else 0
 
     @property
     def open_count(self) -> int:
@@ -147,9 +155,9 @@ class Sessions:
                 )
                 group.address, group.position, group.attempt = each.address, proto.position, each.attempt
                 group.version = PolicyVersion.from_proto(proto.dispatch_version)
-            session = AgentSession(proto, group, each.key_sha256, each.number)
+            session = AgentSession(proto, group, each.key_sha256, each.number, each.asked)
             group.sessions[proto.sample_index] = session
-            self._sessions[proto.session_id] = self._by_key[each.key_sha256] = session
+            self._enter(session)
             self._number = max(self._number, each.number)
             if session.over:
                 self._keep(session)
@@ -171,7 +179,14 @@ class Sessions:
 
     # ---- opening
 
-    def open(self, request: rollout_pb2.OpenSessionRequest, key_sha256: bytes) -> Opening:
+    def asked(self, asked: Asked) -> AgentSession | None:
+        """The session that this request opened already. Raises `RequestIdReused` where it had another body."""
+        session = self._by_request.get(asked.request_id)
+        if session is not None and session.asked.digest != asked.digest:
+            raise RequestIdReused("this request_id came with another body before", request_id=asked.request_id)
+        return session
+
+    def open(self, request: rollout_pb2.OpenSessionRequest, key_sha256: bytes, asked: Asked) -> Opening:
         """Join a group or begin one; the opening has its session once a runner has the group."""
         limit = self.config.max_open
         if self.open_count + sum(len(group.openings) for group in self._waiting) >= limit:
@@ -180,8 +195,15 @@ class Sessions:
                 name="orchestrator.sessions.max_open",
                 limit=limit,
             )
-        opening = Opening(request, key_sha256)
+        opening = Opening(request, key_sha256, asked)
         group = self._joinable.get(request.group_key) if request.group_key else None
+        if group is not None and request.group_size not in (0, group.size):
+            raise InvalidRequest(
+                f"group_size: the group of this key that has a place left was begun with {group.size} members, "
+                f"not {request.group_size}",
+                field="group_size",
+                limit=group.size,
+            )
         if group is None:
             group = self._begin(request)
         if group.address:
@@ -243,12 +265,17 @@ class Sessions:
             idle_timeout_ms=group.idle_timeout_ms,
             total_timeout_ms=group.total_timeout_ms,
         )
-        session = AgentSession(proto, group, opening.key_sha256, self._number)
+        session = AgentSession(proto, group, opening.key_sha256, self._number, opening.asked)
         group.sessions[index] = opening.session = session
-        self._sessions[proto.session_id] = self._by_key[opening.key_sha256] = session
+        self._enter(session)
         self._write(session)
         telemetry.sessions_opened.inc()
         self.changed.notify()
+
+    def _enter(self, session: AgentSession) -> None:
+        self._sessions[session.proto.session_id] = self._by_key[session.key_sha256] = session
+        if session.asked.request_id:
+            self._by_request[session.asked.request_id] = session
 
     def _close_to_others(self, group: SessionGroup) -> None:
         key = group.request.group_key
@@ -366,4 +393,5 @@ class Sessions:
         while len(self._ended) > self.config.kept_ended:
             forgotten = self._ended.popleft()
             del self._sessions[forgotten.proto.session_id], self._by_key[forgotten.key_sha256]
+            self._by_request.pop(forgotten.asked.request_id, None)
         self.changed.notify()

@@ -100,6 +100,16 @@ groups_ended = Counter(
     "Groups of training that ended, by outcome (trained, skipped, filtered, failed, aged_out, dropped) and reason.",
     ["outcome", "reason"],
 )
+groups_trained = Counter(
+    "slipstream_orchestrator_groups_trained",
+    "Groups that were trained, by environment; those of sessions as environment `session`.",
+    ["environment"],
+)
+external_ended = Counter(
+    "slipstream_orchestrator_external_groups_ended",
+    "Groups of third parties that ended, by environment (`prompt`: prompts of their own) and how they ended.",
+    ["environment", "state"],
+)
 groups_regenerated = Counter("slipstream_orchestrator_groups_regenerated", "Groups started again as too old.")
 sessions_open = Reading("gauge", "slipstream_orchestrator_sessions_open", "Sessions that outside agents drive.")
 sessions_opened = Counter("slipstream_orchestrator_sessions_opened", "Sessions opened.")

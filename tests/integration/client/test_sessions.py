@@ -88,6 +88,11 @@ async def test_the_run_is_paused_gone_on_with_and_stopped_by_the_client(make_wor
         run = await client.get_run()
         assert run.started_unix_s > 0
         assert 0 <= run.phase_fraction_done <= 1
+        assert {worker.replica for worker in run.workers} == {"decode-1", "decode-2", "prefill-1"}
+        assert (run.trained_group_counts, run.external_group_counts) == ({}, {})
+        asked = await client.create_rollout(environment="words")
+        assert (await client.cancel_rollout(asked.group_id)).ended
+        assert (await client.get_run()).external_group_counts == {"words": 1}
         with pytest.raises(GatewayAbsent):
             await client.open_session()
 

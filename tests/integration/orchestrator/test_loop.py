@@ -528,6 +528,8 @@ async def test_third_parties_get_rollouts_beside_the_run(make_world: Make) -> No
             rollout_pb2.CancelRolloutRequest(request_id="c", group_id=second.group_id)
         )
         assert cancelled.rollout.state == rollout_pb2.ROLLOUT_STATE_CANCELLED
+        assert (await world.run()).external_group_counts == {"words": 1, "prompt": 1}
+        assert not world.metrics("step")
         assert [c.reason for c in (await world.heartbeat()).cancellations] == ["CLIENT"]
 
         page = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(page_size=1))

@@ -17,6 +17,7 @@ from slipstream.api.run.v1 import run_pb2
 from slipstream.common.errors import (
     GatewayAbsent,
     InvalidRequest,
+    RequestIdReused,
     RunEnded,
     SamplingBiased,
     SessionEnded,
@@ -156,6 +157,12 @@ async def test_sessions_of_a_key_are_a_group_and_train_with_its_advantages(make_
         await agent.world.train(plan)
         session = await agent.until(ids[0], TRAINED)
         assert session.step == 1
+        assert {sequence.environment for sequence in sequences} == {"session"}
+        (step,) = agent.world.metrics("step")
+        assert step["groups_by_environment"] == {"session": 1}
+        assert step["reward_by_environment"] == {"session": 0.5}
+        assert set(step["oldest_group_s_by_environment"]) == {"words", "numbers", "session"}
+        assert (await agent.world.run()).trained_group_counts == {"session": 1}
         records = read_journal(agent.world.orchestrator.journal.path).records
         assert [r.get("sessions") for r in records if r["kind"] == "acquired"] == [True]
 
@@ -235,6 +242,8 @@ async def test_a_session_too_old_ends_so_and_its_position_gets_an_ordinary_attem
         await agent.world.train((await agent.world.plan(1)).plan)
         session = await agent.close(opened.session_id, 1.0, advantage=1.0)
         assert (session.state, session.reason) == (ENDED, "AGED_OUT")
+        given_up = [(r["environment"], r["groups"], r["count"]) for r in agent.world.metrics("cancelled")]
+        assert given_up == [("session", 1, 1)], "one session, whatever a group of the run's own has"
         cancelled = (await agent.world.heartbeat()).cancellations
         assert [c.group.group_id for c in cancelled] == [group.group_id]
         again = await agent.world.acquire(count=1, wait_ms=10_000)
@@ -317,7 +326,7 @@ async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them
     async with make_agent(**fields) as agent:
         sampling = {"temperature": 0.5, "max_new_tokens": 7}
         first, opened = await agent.assigned(
-            *(agent.open(group_key="t", group_size=3, sampling=sampling) for _ in range(2))
+            *(agent.open(name, group_key="t", group_size=3, sampling=sampling) for name in ("once", ""))
         )
         one, other = sorted(opened, key=lambda answer: answer.session_id)
         done, (trained,) = await agent.assigned(agent.open(labels={"which": "trained"}))
@@ -329,6 +338,11 @@ async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them
         lost, (gone,) = await agent.assigned(agent.open())
         before = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
     async with make_agent(published=1, **fields) as agent:
+        again = await agent.open(request_id="once", group_key="t", group_size=3, sampling=sampling)
+        first_answer = next(answer for answer in opened if answer.session_id == again.session_id)
+        assert (again.key, again.address) == (first_answer.key, first_answer.address), "told by an earlier process"
+        with pytest.raises(RequestIdReused):
+            await agent.open(request_id="once", group_key="t")
         listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
         assert listed == before
         found = await agent.world.rollouts.FindSession(

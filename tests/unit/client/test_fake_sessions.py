@@ -54,6 +54,11 @@ def test_what_the_orchestrator_refuses_is_refused(client: Client) -> None:
     assert client.close_session(alone.session_id, 1.0, advantage=0.5).state is SessionState.TRAINED
     with pytest.raises(SessionUnknown):
         client.get_session("nobody")
+    first = client.open_session(group_key="task", group_size=3)
+    with pytest.raises(InvalidRequest) as refused:
+        client.open_session(group_key="task", group_size=2)
+    assert refused.value.metadata == {"field": "group_size", "limit": "3"}
+    assert client.open_session(group_key="task").position == first.position
 
 
 def test_sessions_end_by_their_timeouts_and_with_the_run(server: FakeServer, client: Client) -> None:

@@ -50,8 +50,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize("state", ["", "failed"])
 def test_a_run_that_was_stopped_killed_or_failed_may_go_on(made, state: str) -> None:
     run = made(state=state)
-    assert find_resumable(["--resume", "demo"]) == run
-    assert find_resumable(["--resume"]).path.resolve() == run.path.resolve(), "the newest one"
+    assert find_resumable(["--resume", "demo"]).run == run
+    assert find_resumable(["--resume"]).run.path.resolve() == run.path.resolve(), "the newest one"
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
@@ -71,11 +71,14 @@ def test_a_run_that_goes_on_says_from_where_and_counts_the_time_before(made) -> 
     journal.close()
     run.config_file.write_text(f"{CHECKPOINTS}[orchestrator]\ntotal_steps = 9\n")
     sentence = "going on from step 1 of 9, that of its last checkpoint; steps 2 to 3 are taken once more"
-    assert told(run) == (1, sentence)
+    assert told(find_resumable(["--resume", "demo"])) == (1, sentence)
     newest = run.path / "checkpoints" / "1.3"
     newest.mkdir(parents=True)
     (newest / "COMPLETE").touch()
-    assert told(run) == (3, "going on from step 3 of 9, that of its last checkpoint"), "the journal had not heard of it"
+    assert told(find_resumable(["--resume", "demo"])) == (
+        3,
+        "going on from step 3 of 9, that of its last checkpoint",
+    ), "the journal had not heard of it"
     events = [("run_started", 10.0), ("service_died", 14.0), ("run_started", 100.0), ("run_ended", 103.0)]
     lines = [f'{{"kind": "{kind}", "time_s": {time_s}}}\n' for kind, time_s in events]
     run.events_file.write_text("".join(lines))
@@ -88,7 +91,7 @@ def test_a_journal_that_knows_less_than_the_newest_checkpoint_is_not_gone_on_wit
     newest.mkdir(parents=True)
     (newest / "COMPLETE").touch()
     with pytest.raises(RunDirError, match="its newest checkpoint is of step 20, and its journal ends at step 0"):
-        told(run)
+        told(find_resumable(["--resume", "demo"]))
     journal = run.path / "journal" / "journal.jsonl"
     journal.rename(journal.with_name("journal-000000000000.jsonl"))
     assert "journal.jsonl, the newest part of its journal, is missing" in refusal(capsys, "--resume", "demo")

@@ -23,7 +23,7 @@ from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.replay import KEPT_SESSIONS, History, replay
 from slipstream.orchestrator.resume import earlier_history
 from slipstream.orchestrator.run_state import RunState
-from slipstream.orchestrator.session_history import KeptSession
+from slipstream.orchestrator.session_history import Asked, KeptSession
 from slipstream.orchestrator.summary import summary_of
 
 
@@ -199,7 +199,9 @@ def test_a_journal_without_its_beginning_is_refused(found, run) -> None:
 def test_sessions_are_known_as_they_were_last_in_a_summary_too_and_of_ended_ones_the_newest(found, run) -> None:
     def record(number: int, state: rollout_pb2.SessionState) -> dict[str, Any]:
         proto = rollout_pb2.Session(session_id=f"session-{number}-0", state=state, position=number)
-        kept = KeptSession(proto, bytes([number % 256]) * 32, number, 1, "here:1", None)
+        kept = KeptSession(
+            proto, bytes([number % 256]) * 32, number, 1, "here:1", None, Asked(f"ask-{number}", b"body", b"n")
+        )
         return {"kind": "session", **kept.as_record()}
 
     opened = [record(number, rollout_pb2.SESSION_STATE_OPEN) for number in range(3)]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from slipstream.api.rollout.v1 import rollout_pb2
+from slipstream.common.errors import InvalidRequest, RequestIdReused
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import SessionsConfig
 from slipstream.orchestrator.external import PAGE_BYTES
+from slipstream.orchestrator.session_history import asked_by
+from slipstream.orchestrator.session_keys import SECRET_BYTES, SessionKeys
 from slipstream.orchestrator.sessions import Opening, Sessions
 
 VERSION = PolicyVersion(1, 0)
 
 
 def opened(sessions: Sessions, name: str, **fields: object) -> Opening:
-    return sessions.open(rollout_pb2.OpenSessionRequest(request_id=name, **fields), name.encode())  # pyright: ignore
+    request = rollout_pb2.OpenSessionRequest(request_id=name, **fields)  # pyright: ignore
+    return sessions.open(request, name.encode(), asked_by(request))
 
 
 def test_a_page_of_sessions_fits_a_message_whatever_their_labels() -> None:
@@ -40,3 +48,39 @@ def test_a_place_that_was_given_up_while_waiting_is_taken_by_the_next_of_its_key
     assert [each.session is not None for each in (first, second, third)] == [True, False, True]
     assert not group.free_places
     assert not sessions.waiting
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_members_of_a_group_ask_for_its_size_or_for_none(taken: bool) -> None:
+    sessions = Sessions(SessionsConfig(), 4, "http://x/v1", lambda session: None)
+    opened(sessions, "a", group_key="k", group_size=3)
+    if taken:
+        sessions.take(0, 1, "somewhere", VERSION)
+    with pytest.raises(InvalidRequest) as refused:
+        opened(sessions, "b", group_key="k", group_size=2)
+    assert refused.value.metadata == {"field": "group_size", "limit": "3"}
+    for name, size in (("c", 3), ("d", 0)):
+        opened(sessions, name, group_key="k", group_size=size)
+    opened(sessions, "e", group_key="k", group_size=2)
+    assert sessions.next_size == (2 if taken else 3), "the group of three is full: another size begins another group"
+
+
+def test_a_request_is_known_by_its_id_and_its_body_however_long_it_waits() -> None:
+    sessions = Sessions(SessionsConfig(), 4, "http://x/v1", lambda session: None)
+    opening = opened(sessions, "a", wait_ms=7)
+    sessions.take(0, 1, "somewhere", VERSION)
+    assert sessions.asked(asked_by(rollout_pb2.OpenSessionRequest(request_id="a", wait_ms=9))) is opening.session
+    assert sessions.asked(asked_by(rollout_pb2.OpenSessionRequest(request_id="b"))) is None
+    with pytest.raises(RequestIdReused):
+        sessions.asked(asked_by(rollout_pb2.OpenSessionRequest(request_id="a", group_key="k")))
+
+
+def test_a_key_is_the_same_after_a_restart_and_its_secret_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "session-secret"
+    keys = SessionKeys(path)
+    nonce, other = keys.nonce(), keys.nonce()
+    assert len(path.read_bytes()) == SECRET_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert SessionKeys(path).key(nonce) == keys.key(nonce) != keys.key(other)
+    path.write_bytes(b"cut short")
+    assert SessionKeys(path).key(nonce) != keys.key(nonce)
