@@ -162,7 +162,8 @@ async def in_openai_shape(request: web.Request, handler: web.Handler) -> web.Str
     except web.HTTPNotFound:
         response = refused(Refusal(404, f"{request.path} is not served: {SERVED}", code="not_found"))
     except web.HTTPException as error:
-        response = refused(Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code="not_found"))
+        code = "method_not_allowed" if isinstance(error, web.HTTPMethodNotAllowed) else "bad_request"
+        response = refused(Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code=code))
     except ConnectionResetError:
         raise
     except Exception:

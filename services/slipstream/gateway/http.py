@@ -11,6 +11,7 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage, BadStatusLine, InvalidHeader, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from slipstream.common.addresses import is_loopback
@@ -90,9 +91,7 @@ class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgume
         if request.writer.output_size > 0:
             raise ConnectionResetError("an answer has begun already")
         refusal = Refusal(status, "internal error", code="internal_error", kind="server_error")
-        if status == 400:
-            refusal = Refusal(400, "this is no HTTP request that can be read", code="bad_request")
-        response = refused(refusal)
+        response = refused(_unreadable(exc) if status == 400 else refusal)
         response.force_close()
         return response
 
@@ -162,6 +161,22 @@ class HttpServer:
         self._listener.close()
         await self._server.shutdown(STOP_TIMEOUT_S)
         await self._runner.cleanup()
+
+
+def _unreadable(error: BaseException | None) -> Refusal:
+    """What is wrong with a head that cannot be read; none of its own bytes, which may be a key."""
+    match error:
+        case LineTooLong():
+            return Refusal(431, f"the request line, or a header, is longer than {MAX_HEADER_BYTES} bytes",
+                           code="headers_too_large")  # fmt: skip
+        case BadHttpMessage(message="Too many headers received"):
+            return Refusal(431, f"more than {MAX_HEADERS} headers", code="headers_too_large")
+        case InvalidHeader():
+            return Refusal(400, "a header of the request is none that HTTP has", code="bad_header")
+        case BadStatusLine():
+            return Refusal(400, "the request line is none of HTTP: a method, a path, and HTTP/1.1", code="bad_request")
+        case _:
+            return Refusal(400, "this is no HTTP request that can be read", code="bad_request")
 
 
 def _named(error: object) -> str:

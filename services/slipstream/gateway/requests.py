@@ -7,19 +7,17 @@ Fields that change nothing about an answer are taken and mean nothing here: `use
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.api.rollout.v1 import session_pb2
+from slipstream.gateway.json_body import read_object
 from slipstream.gateway.refusals import Refusal, unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_DEPTH = 64
-"""Of lists and objects in one another: templates and encoders go down by themselves."""
 
 
 class _Asked(BaseModel):
@@ -203,40 +201,9 @@ class CompletionRequest(_Sampled):
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-def _check_depth(given: Any) -> None:
-    level: list[Any] = [given]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return
-    raise Refusal(400, f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
-
-
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """A request's body. Raises `Refusal`."""
-    try:
-        given = json.loads(body, parse_constant=_no_number, parse_float=_finite)
-        if b"\\u" in body:  # an escape may be half of a character
-            json.dumps(given, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        raise Refusal(400, "the body is no JSON", code="invalid_json") from None
-    if not isinstance(given, dict):
-        raise Refusal(400, "the body is no JSON object", code="invalid_json")
-    _check_depth(given)
+    given = read_object(body)
     try:
         return kind.model_validate(given)
     except ValidationError as error:

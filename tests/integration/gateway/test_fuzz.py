@@ -22,7 +22,7 @@ GIVE_UP_S = 60.0
 PAUSE_S = 0.01
 TIMEOUT_S = 1.0
 """Of the gateway, for what does not come."""
-STATUSES = {400, 401, 404, 405, 408, 413, 417}
+STATUSES = {400, 401, 404, 405, 408, 413, 417, 431}
 MAX_BODY_BYTES = 64 << 10
 REPEATS = 5
 AS_MADE = (Phase.generate,)

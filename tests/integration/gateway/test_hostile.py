@@ -47,13 +47,42 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
     return int(head.split()[1]), json.loads(body) if body.startswith(b"{") else {}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}'])
-async def test_a_body_that_is_no_request_is_refused_in_openais_shape(make_world: Make, body: bytes) -> None:
+WRONG = {
+    b"": ("invalid_json", "the body is empty"),
+    b"{": ("invalid_json", "line 1 column 2"),
+    b"[]": ("invalid_json", "no JSON object"),
+    b"null": ("invalid_json", "no JSON object"),
+    b"\xff\xfe": ("invalid_utf8", "byte 0 begins no character"),
+    b'{"a": "\xc3"}': ("invalid_utf8", "byte 7 begins no character"),
+    '{"a": 1}'.encode("utf-16"): ("invalid_utf8", "byte 0 begins no character"),
+    rb'{"a": "\ud800"}': ("invalid_utf8", "half of a character"),
+    b"[" * 100_000: ("nested_too_deep", "more than 64"),
+    b'{"a":' * 65 + b"{}" + b"}" * 65: ("nested_too_deep", "more than 64"),
+    b'{"model": NaN}': ("number_out_of_range", "'NaN'"),
+    b'{"model": 1e999}': ("number_out_of_range", "'1e999'"),
+    b'{"seed": ' + b"9" * 5000 + b"}": ("number_out_of_range", "an integer of 5000 digits: at most 400"),
+    b'{"model": "m", "model": "n"}': ("duplicate_key", "the key 'model'"),
+    b'{"a": {"b": 1, "c": 2, "b": 3}}': ("duplicate_key", "the key 'b'"),
+}
+
+
+@pytest.mark.parametrize("body", WRONG, ids=lambda body: f"{body[:16]!r}")
+async def test_a_body_that_is_no_request_is_refused_for_what_is_wrong_with_it(make_world: Make, body: bytes) -> None:
     async with make_world() as world:
         reader, writer = await _send(world.http.port, _post(body))
         status, answer = await _answer(reader)
         assert status == 400
         assert set(answer["error"]) == {"message", "type", "param", "code"}
+        code, said = WRONG[body]
+        assert answer["error"]["code"] == code
+        assert said in answer["error"]["message"]
+        writer.close()
+
+
+async def test_a_mark_of_byte_order_is_no_part_of_a_body(make_world: Make) -> None:
+    async with make_world() as world:
+        reader, writer = await _send(world.http.port, _post(b"\xef\xbb\xbf" + ASK))
+        assert (await _answer(reader))[0] == 200
         writer.close()
 
 
@@ -67,23 +96,28 @@ async def test_a_body_too_large_is_refused_without_reading_it_all(make_world: Ma
 
 async def test_headers_have_a_bound(make_world: Make) -> None:
     async with make_world() as world:
-        for header in (["x: " + "y" * 20_000], [f"x{number}: y" for number in range(500)]):
-            reader, writer = await _send(world.http.port, _post(ASK, *header))
-            async with asyncio.timeout(GIVE_UP_S):
-                head = await reader.readline()
-            assert head.split()[1:2] == [b"400"]
+        for header, path, limit in (
+            (["x: " + "y" * 20_000], "/v1/completions", "8192 bytes"),
+            (["y" * 20_000 + ": x"], "/v1/completions", "8192 bytes"),
+            ([f"x{number}: y" for number in range(100)], "/v1/completions", "more than 64 headers"),
+            ([], "/v1/" + "y" * 20_000, "8192 bytes"),
+        ):
+            reader, writer = await _send(world.http.port, _post(b"", *header, path=path))
+            status, answer = await _answer(reader)
+            assert (status, answer["error"]["code"]) == (431, "headers_too_large")
+            assert limit in answer["error"]["message"]
             writer.close()
 
 
 async def test_unknown_paths_and_methods_are_refused_in_openais_shape(make_world: Make) -> None:
     async with make_world() as world:
         for data, wanted in (
-            (_post(ASK, path="/v1/files"), 404),
-            (b"GET /v1/chat/completions HTTP/1.1\r\nhost: x\r\n\r\n", 405),
+            (_post(ASK, path="/v1/files"), (404, "not_found")),
+            (b"GET /v1/chat/completions HTTP/1.1\r\nhost: x\r\n\r\n", (405, "method_not_allowed")),
         ):
             reader, writer = await _send(world.http.port, data)
             status, answer = await _answer(reader)
-            assert status == wanted
+            assert (status, answer["error"]["code"]) == wanted
             assert answer["error"]["message"]
             writer.close()
 
@@ -211,23 +245,23 @@ async def test_a_body_that_cannot_be_decoded_is_the_clients_fault(
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "wanted"),
     [
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer s3cret\x01\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization : Bearer s3cret\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 9000 + b"\r\nauthorization: Bearer s3cret\r\n\r\n",
-        b"GET /v1/models?key=s3cret HTTP/9.9\r\nhost: x\r\n\r\n",
-        b"authorization: Bearer s3cret\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer s3cret\r\ncontent-length: -1\r\n\r\n",
+        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer s3cret\x01\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization : Bearer s3cret\r\n\r\n", 400),
+        (b"GET /v1/models HTTP/1.1\r\nx: " + b"y" * 9000 + b"\r\nauthorization: Bearer s3cret\r\n\r\n", 431),
+        (b"GET /v1/models?key=s3cret HTTP/9.9\r\nhost: x\r\n\r\n", 400),
+        (b"authorization: Bearer s3cret\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer s3cret\r\ncontent-length: -1\r\n\r\n", 400),
     ],
 )
 async def test_what_is_no_http_is_refused_in_openais_shape_and_no_key_is_logged(
-    make_world: Make, head: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    make_world: Make, head: bytes, wanted: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with make_world() as world:
         reader, writer = await _send(world.http.port, head)
         status, answer = await _answer(reader)
-        assert status == 400
+        assert status == wanted
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         writer.close()
         await _until_nobody_is_connected(world)
