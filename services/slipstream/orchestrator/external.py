@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
-from slipstream.common.errors import RequestIdReused, RolloutQueueFull, RolloutUnknown
+from slipstream.common.errors import RolloutQueueFull, RolloutUnknown
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.config import PROMPT
+from slipstream.orchestrator.ledger import Asked, Ledger, asked_by
+from slipstream.orchestrator.line import Line
 from slipstream.orchestrator.packed import packed, unpack
 from slipstream.orchestrator.signals import Signal
 
-PAGE_BYTES = 4 << 20
+KIND = "external"
 _MAX_ATTEMPTS = 3
 _CHANGES = 4
 """Of an open group, at most, since the journal was synced last."""
@@ -29,6 +31,7 @@ class ExternalGroup:
     request: rollout_pb2.CreateRolloutRequest
     rollout: rollout_pb2.Rollout
     number: int
+    asked: Asked
     attempts: int = 0
     lost: int = 0
     """Attempts whose runner was lost, or what they needed."""
@@ -41,61 +44,69 @@ class ExternalGroup:
         """Whether it changes no more."""
         return self.rollout.state not in (rollout_pb2.ROLLOUT_STATE_QUEUED, rollout_pb2.ROLLOUT_STATE_RUNNING)
 
-    def has(self, labels: Mapping[str, str]) -> bool:
-        """Whether it has all of these labels."""
-        own = self.rollout.labels
-        return all(own.get(key) == value for key, value in labels.items())
+    @property
+    def name(self) -> str:
+        """What it is asked for by."""
+        return self.rollout.group_id
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Its creator's own marks."""
+        return self.rollout.labels
+
+    @property
+    def size_bytes(self) -> int:
+        """As it is told."""
+        return self.kept_bytes or self.rollout.ByteSize()
+
+    kind = KIND
+    trains = False
+
+    @property
+    def rollout_count(self) -> int:
+        """Its members."""
+        return self.request.sample_count
 
 
-@dataclass(slots=True)
 class ExternalGroups:
     """Keeps every open group and the newest ended ones. Each change gets the next sequence number."""
 
-    limit: int
-    kept_ended: int = 1_000
-    limit_bytes: int = 64 << 20
-    """Of ended groups; the newest is kept whatever its size."""
-    append: Callable[..., None] = lambda kind, **fields: None
-    """To the journal: each change of a group."""
-    changed: Signal = field(default_factory=Signal)
-    sequence: int = 0
-    counts: Counter[str] = field(default_factory=Counter[str])
-    """Groups that have ended, by environment."""
-    _number: int = 0
-    _groups: OrderedDict[str, ExternalGroup] = field(default_factory=OrderedDict)
-    _by_request: dict[str, str] = field(default_factory=dict[str, str])
-    """Groups of earlier processes, by the request that made them."""
-    _ended: deque[ExternalGroup] = field(default_factory=deque)
-    _kept_bytes: int = 0
-    _waiting: deque[str] = field(default_factory=deque)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether `take` would return a group."""
-        return bool(self._waiting)
+    def __init__(
+        self,
+        line: Line,
+        limit: int,
+        kept_ended: int = 1_000,
+        kept_bytes: int = 64 << 20,
+        append: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        """`limit`: of groups that are open. `append`: to the journal, each change of a group."""
+        self.ledger = Ledger[ExternalGroup](kept_ended, kept_bytes)
+        self.changed = Signal()
+        self.sequence = 0
+        self.counts: Counter[str] = Counter()
+        """Groups that have ended, by environment."""
+        self._line = line
+        self._limit = limit
+        self._append = append
 
     def create(self, request: rollout_pb2.CreateRolloutRequest) -> ExternalGroup:
-        """Queue a group."""
-        if len(self._groups) - len(self._ended) >= self.limit:
-            raise RolloutQueueFull("too many groups of third parties are open", limit=self.limit)
+        """Queue a group, or return the one that this request made before."""
+        asked = asked_by(request)
+        known = self.ledger.asked(asked)
+        if known is not None:
+            return known
+        if self.ledger.open_count >= self._limit:
+            raise RolloutQueueFull("too many groups of third parties are open", limit=self._limit)
         rollout = rollout_pb2.Rollout(
             group_id=f"external-{uuid.uuid4().hex}",
             state=rollout_pb2.ROLLOUT_STATE_QUEUED,
             environment=request.task.environment,
             labels=request.labels,
         )
-        self._number += 1
-        group = ExternalGroup(request, rollout, self._number)
-        self._groups[rollout.group_id] = group
-        self._waiting.append(rollout.group_id)
+        group = ExternalGroup(request, rollout, self.ledger.last_number + 1, asked)
+        self.ledger.enter(group)
+        self._line.join(group)
         self._touch(group, request=packed(request))
-        return group
-
-    def asked(self, request: rollout_pb2.CreateRolloutRequest) -> ExternalGroup | None:
-        """The group that an earlier process made of this request; of one that has ended the request is not kept."""
-        group = self._groups.get(self._by_request.get(request.request_id, "")) if request.request_id else None
-        if group is not None and not group.ended and group.request != request:
-            raise RequestIdReused("this request_id came with another body before", request_id=request.request_id)
         return group
 
     def restore(self, known: Mapping[str, Mapping[str, Any]]) -> None:
@@ -105,16 +116,21 @@ class ExternalGroups:
             request = rollout_pb2.CreateRolloutRequest()
             rollout = rollout_pb2.Rollout(group_id=said["group"], state=rollout_pb2.ROLLOUT_STATE_QUEUED)
             if said["rollout"]:
-                request.request_id = said["request_id"]
                 rollout = unpack(said["rollout"], rollout_pb2.Rollout)
             else:
                 request = unpack(said["request"], rollout_pb2.CreateRolloutRequest)
                 rollout.environment = request.task.environment
                 rollout.labels.update(request.labels)
-            group = ExternalGroup(request, rollout, said["number"], said["attempts"], said["lost"], said["sequence"])
-            self._groups[said["group"]] = group
-            self._by_request[said["request_id"]] = said["group"]
-            self._number = max(self._number, group.number)
+            group = ExternalGroup(
+                request,
+                rollout,
+                said["number"],
+                Asked.of_record(said),
+                said["attempts"],
+                said["lost"],
+                said["sequence"],
+            )
+            self.ledger.enter(group)
             # Changes of which the journal had not heard when the machine failed may have been seen.
             self.sequence = max(self.sequence, group.sequence)
             if group.ended:
@@ -123,43 +139,27 @@ class ExternalGroups:
                 opened.append(group)
         self.sequence += _CHANGES * len(opened)
         for group in opened:
-            self._waiting.append(group.rollout.group_id)
+            self._line.join(group)
             self._touch(group)
 
     def get(self, group_id: str) -> ExternalGroup:
         """Return a group."""
-        group = self._groups.get(group_id)
+        group = self.ledger.get(group_id)
         if group is None:
             raise RolloutUnknown(f"group {group_id!r} is not known", group_id=group_id)
         return group
-
-    def page(self, after_number: int, size: int, labels: Mapping[str, str]) -> tuple[list[ExternalGroup], bool]:
-        """Return groups created after `after_number`, oldest first, and whether there are more.
-
-        At most `size` of them, and no more than fit into a message, but at least one.
-        """
-        page: list[ExternalGroup] = []
-        size_bytes = 0
-        for group in self._groups.values():
-            if group.number <= after_number or not group.has(labels):
-                continue
-            size_bytes += group.kept_bytes
-            if page and (len(page) == size or size_bytes > PAGE_BYTES):
-                return page, True
-            page.append(group)
-        return page, False
 
     def next_change(self, sequence: int, labels: Mapping[str, str]) -> ExternalGroup | None:
         """Return the group whose last change is the first one after `sequence`, or None.
 
         One at a time: while a watcher sends one, others change, and what changed would be sent out of order.
         """
-        later = (group for group in self._groups.values() if group.sequence > sequence and group.has(labels))
+        later = (group for group in self.ledger.with_labels(labels) if group.sequence > sequence)
         return min(later, key=lambda group: group.sequence, default=None)
 
-    def take(self, version: PolicyVersion) -> ExternalGroup:
-        """Start the next attempt of the group that waits longest."""
-        group = self._groups[self._waiting.popleft()]
+    def take(self, group: ExternalGroup, version: PolicyVersion) -> ExternalGroup:
+        """Start the next attempt of a group that waits."""
+        self._line.leave(group)
         group.attempts += 1
         group.rollout.state = rollout_pb2.ROLLOUT_STATE_RUNNING
         group.rollout.dispatch_version.CopyFrom(version.to_proto())
@@ -168,7 +168,7 @@ class ExternalGroups:
 
     def again(self, group_id: str, reason: str, detail: str) -> None:
         """Queue a group whose runner is gone once more, or fail it."""
-        group = self._groups.get(group_id)
+        group = self.ledger.get(group_id)
         if group is None or group.ended:
             return
         group.lost += 1
@@ -176,7 +176,7 @@ class ExternalGroups:
             self.end(group_id, rollout_pb2.ROLLOUT_STATE_FAILED, reason, detail)
         else:
             group.rollout.state = rollout_pb2.ROLLOUT_STATE_QUEUED
-            self._waiting.append(group_id)
+            self._line.join(group)
             self._touch(group)
 
     def end(
@@ -188,7 +188,7 @@ class ExternalGroups:
         report: runner_pb2.GroupReport | None = None,
     ) -> None:
         """End a group that is open, and forget the oldest ones beyond what is kept."""
-        group = self._groups.get(group_id)
+        group = self.ledger.get(group_id)
         if group is None or group.ended:
             return
         group.rollout.state = state
@@ -196,11 +196,8 @@ class ExternalGroups:
         if report is not None:
             group.rollout.prompt = report.prompt
             group.rollout.records.extend(shown(record) for record in report.rollouts)
-        if group_id in self._waiting:
-            self._waiting.remove(group_id)
-        request_id = group.request.request_id
-        group.request.Clear()  # a prompt may be large
-        group.request.request_id = request_id
+        self._line.leave(group)
+        group.request = rollout_pb2.CreateRolloutRequest()  # a prompt may be large
         name = group.rollout.environment or PROMPT
         self.counts[name] += 1
         state_name = rollout_pb2.RolloutState.Name(state).removeprefix("ROLLOUT_STATE_")
@@ -210,30 +207,24 @@ class ExternalGroups:
 
     def _keep(self, group: ExternalGroup) -> None:
         group.kept_bytes = group.rollout.ByteSize()
-        self._ended.append(group)
-        self._kept_bytes += group.kept_bytes
-        while len(self._ended) > self.kept_ended or (self._kept_bytes > self.limit_bytes and len(self._ended) > 1):
-            forgotten = self._ended.popleft()
-            self._kept_bytes -= forgotten.kept_bytes
-            del self._groups[forgotten.rollout.group_id]
-            self._by_request.pop(forgotten.request.request_id, None)
+        self.ledger.ended(group)
 
     def end_all(self, reason: str) -> None:
         """Cancel what is open: the run is over."""
-        for group_id in [name for name, group in self._groups.items() if not group.ended]:
+        for group_id in [group.name for group in self.ledger if not group.ended]:
             self.end(group_id, rollout_pb2.ROLLOUT_STATE_CANCELLED, reason, "the run ended")
 
     def _touch(self, group: ExternalGroup, **fields: object) -> None:
         self.sequence += 1
         group.sequence = group.rollout.sequence = self.sequence
-        self.append(
+        self._append(
             "external",
             group=group.rollout.group_id,
             number=group.number,
             attempts=group.attempts,
             lost=group.lost,
             sequence=group.sequence,
-            request_id=group.request.request_id,
+            **group.asked.as_record(),
             rollout=packed(group.rollout) if group.ended else "",
             **fields,
         )

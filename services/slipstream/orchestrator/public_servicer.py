@@ -119,7 +119,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         name, known = request.task.environment, self._sequencer.environments
         if request.HasField("task") and name not in known:
             raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
-        group = self._groups.asked(request) or self._groups.create(request)
+        group = self._groups.create(request)
         self._sequencer.admission_may_have_opened()
         return rollout_pb2.CreateRolloutResponse(rollout=group.rollout)
 
@@ -131,7 +131,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ListRollouts(
         self, request: rollout_pb2.ListRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.ListRolloutsResponse:
-        groups, more = self._groups.page(
+        groups, more = self._groups.ledger.page(
             _page_start(request.page_token), request.page_size or _DEFAULT_PAGE, request.filter.labels
         )
         return rollout_pb2.ListRolloutsResponse(
@@ -185,7 +185,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ListSessions(
         self, request: rollout_pb2.ListSessionsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.ListSessionsResponse:
-        sessions, more = self._sequencer.sessions.page(
+        sessions, more = self._sequencer.sessions.ledger.page(
             _page_start(request.page_token), request.page_size or _DEFAULT_PAGE, request.filter.labels
         )
         return rollout_pb2.ListSessionsResponse(

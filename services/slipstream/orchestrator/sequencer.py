@@ -29,19 +29,20 @@ from slipstream.orchestrator.config import SESSION, EnvironmentConfig, Orchestra
 from slipstream.orchestrator.curriculum import Curriculum
 from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.evaluation import Evaluation
-from slipstream.orchestrator.external import ExternalGroups
+from slipstream.orchestrator.external import KIND, ExternalGroup, ExternalGroups
 from slipstream.orchestrator.failures import BAD_ADVANTAGES, OUTAGES, TOO_FEW_MEMBERS, Failures
 from slipstream.orchestrator.group_figures import GroupFigures
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.keeper import Worker
 from slipstream.orchestrator.leases import AttemptKey, Runner, RunnerLeases
+from slipstream.orchestrator.line import Line, Waiting
 from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, finite, reward_fields
 from slipstream.orchestrator.packed import packed
 from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.replay import KEPT_STEPS, History
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_advantages, record_rows
-from slipstream.orchestrator.sessions import Sessions
+from slipstream.orchestrator.sessions import SessionGroup, Sessions
 from slipstream.orchestrator.signals import Signal
 from slipstream.orchestrator.skipped import NOT_FINITE, SkippedSteps
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
@@ -106,13 +107,19 @@ class Sequencer:
             config.run_id, config.kv_dtype, self.tasks, self.environments, config.samples_per_group
         )
         self.curriculum = Curriculum(self.tasks, self.environments)
+        self.line = Line((SESSION, KIND))
         self.external = ExternalGroups(
-            config.max_external_rollouts, config.kept_external_rollouts, config.kept_external_bytes, journal.append
+            self.line,
+            config.max_external_rollouts,
+            config.kept_external_rollouts,
+            config.kept_external_bytes,
+            journal.append,
         )
         self.sessions = Sessions(
             config.sessions,
             config.samples_per_group,
             config.gateway_url,
+            self.line,
             lambda session: journal.append("session", **session.as_record()),
         )
         self.evaluation: Evaluation | None = None
@@ -220,13 +227,23 @@ class Sequencer:
         """Whether `acquire` would hand something out."""
         if self.state.ended or self.state.closed or not self.state.serving:
             return False
-        training = (
+        return self._evaluation_due or self._own_may_go or self.line.first(self._may_go) is not None
+
+    @property
+    def _own_may_go(self) -> bool:
+        return not self.config.sessions.only and self._training_open()
+
+    def _may_go(self, group: Waiting) -> bool:
+        """Whether a group from outside is admitted now: one that trains as the run's own are."""
+        return not group.trains or self._training_open(group.rollout_count)
+
+    def _training_open(self, rollout_count: int = 0) -> bool:
+        """Whether a position may be handed out, by staleness, what the engines hold, and breakers."""
+        return (
             self.state.phase is RunPhase.TRAINING
             and self.machine.dispatchable
-            and self.concurrency.open(self.rollouts_in_flight, self.sessions.next_size)
-        )
-        return bool(
-            self._evaluation_due or self.external.waiting or (training and self.breakers.any_allowed and self._wanted)
+            and self.concurrency.open(self.rollouts_in_flight, rollout_count)
+            and self.breakers.any_allowed
         )
 
     @property
@@ -250,12 +267,8 @@ class Sequencer:
         slot_count = min(self.machine.admission_bound, sum(runner.slot_count for runner in self.leases.runners))
         return self.evaluation.may_take(slot_count, self.config.samples_per_group)
 
-    @property
-    def _wanted(self) -> bool:
-        return not self.config.sessions.only or self.sessions.waiting
-
     def acquire(self, runner: Runner, max_groups: int) -> list[runner_pb2.GroupAssignment]:
-        """Hand out up to `max_groups` groups: evaluations first, then third parties, then training.
+        """Hand out up to `max_groups` groups: evaluations first, then what came from outside, then the run's own.
 
         Fewer where prompts of third parties are large: the answer must fit a message.
         """
@@ -293,12 +306,13 @@ class Sequencer:
         version = self.state.serving
         if self.evaluation is not None and self._evaluation_due:
             return self._assigner.evaluation(*self.evaluation.take(), version, self.evaluation.config)
-        if self.external.waiting:
-            return self._assigner.external(self.external.take(version), version)
-        group = self.machine.dispatch()
+        outside = self.line.first(lambda each: self._may_go(each) and bool(runner.address or not each.trains))
+        if isinstance(outside, ExternalGroup):
+            return self._assigner.external(self.external.take(outside, version), version)
+        group = self.machine.dispatch() if outside is not None or self._own_may_go else None
         if group is None:
             return None
-        of_sessions = self.sessions.waiting and bool(runner.address)
+        of_sessions = isinstance(outside, SessionGroup)
         task_index = None if of_sessions else self.curriculum.task_index(group.position)
         self._journal.append(
             "acquired",
@@ -311,7 +325,7 @@ class Sequencer:
             **({"task": task_index} if task_index is not None else {}),
         )
         if of_sessions:
-            members = self.sessions.take(group.position, group.attempt, runner.address, version)
+            members = self.sessions.take(outside, group.position, group.attempt, runner.address, version)
             self.group_figures.dispatched(group)
             return self._assigner.sessions(group, members, version)
         self.group_figures.dispatched(group)

@@ -16,9 +16,9 @@ from slipstream.common.errors import (
     Unreachable,
     rpc_errors,
 )
+from slipstream.orchestrator.ledger import asked_by
 from slipstream.orchestrator.run_state import RunState
 from slipstream.orchestrator.sequencer import Sequencer
-from slipstream.orchestrator.session_history import asked_by
 from slipstream.orchestrator.session_keys import SessionKeys, sha256
 from slipstream.orchestrator.sessions import OPEN, AgentSession
 
@@ -40,9 +40,9 @@ class SessionDesk:
 
     async def open(self, request: rollout_pb2.OpenSessionRequest) -> rollout_pb2.OpenSessionResponse:
         """Wait for a slot and a runner. What was opened by this request before is answered as it is now."""
-        known = self._sessions.asked(asked_by(request))
+        known = self._sessions.ledger.asked(asked_by(request))
         if known is not None and self._keys is not None:
-            key = self._keys.key(known.asked.nonce)
+            key = self._keys.key(known.nonce)
             if sha256(key) == known.key_sha256:  # else the run's secret is another, and the key cannot be told
                 return _answer(known, key)
         self._state.refuse_ended("it takes no more sessions")
@@ -52,7 +52,7 @@ class SessionDesk:
             _check_sampling(request)
         nonce = self._keys.nonce()
         key = self._keys.key(nonce)
-        opening = self._sessions.open(request, sha256(key), asked_by(request, nonce))
+        opening = self._sessions.open(request, sha256(key), nonce)
         self._sequencer.admission_may_have_opened()
         try:
             await self._sessions.changed.until(

@@ -7,40 +7,16 @@ that waits for nothing. Of a session's key the journal has the hash.
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.orchestrator.ledger import Asked
 
 OVER = (rollout_pb2.SESSION_STATE_TRAINED, rollout_pb2.SESSION_STATE_ENDED)
 """A session in these states changes no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """By which request a session was opened: whoever repeats that hears of the same session."""
-
-    request_id: str = ""
-    digest: bytes = b""
-    """Of its body, but for how long it waits."""
-    nonce: bytes = b""
-    """What the key was made from, with the run's secret."""
-
-    def as_record(self) -> dict[str, str]:
-        """Fields of a session's record."""
-        return {"request_id": self.request_id, "digest": self.digest.hex(), "nonce": self.nonce.hex()}
-
-
-def asked_by(request: rollout_pb2.OpenSessionRequest, nonce: bytes = b"") -> Asked:
-    """What is kept of a request."""
-    body = rollout_pb2.OpenSessionRequest()
-    body.CopyFrom(request)
-    body.wait_ms = 0
-    digest = hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()
-    return Asked(request.request_id, digest, nonce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +33,8 @@ class KeptSession:
     sampling: types_pb2.Sampling | None
     """Of its group, where its first member asked for one."""
     asked: Asked
+    nonce: bytes
+    """What its key was made from, with the run's secret."""
 
     @property
     def group_name(self) -> str:
@@ -78,6 +56,7 @@ class KeptSession:
             "key": self.key_sha256.hex(),
             "address": self.address,
             "session": _packed(self.proto),
+            "nonce": self.nonce.hex(),
             **self.asked.as_record(),
             **({"sampling": _packed(self.sampling)} if self.sampling is not None else {}),
         }
@@ -93,7 +72,8 @@ def session_of(record: Mapping[str, Any]) -> KeptSession:
         record["attempt"],
         record["address"],
         None if sampling is None else types_pb2.Sampling.FromString(base64.b64decode(sampling)),
-        Asked(record["request_id"], bytes.fromhex(record["digest"]), bytes.fromhex(record["nonce"])),
+        Asked.of_record(record),
+        bytes.fromhex(record["nonce"]),
     )
 
 

@@ -12,18 +12,18 @@ of the one before it; their turns are at their runners, which go on meanwhile.
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2
-from slipstream.common.errors import InvalidRequest, RequestIdReused, SessionsFull, SessionUnknown
+from slipstream.common.errors import InvalidRequest, SessionsFull, SessionUnknown
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
-from slipstream.orchestrator.config import SessionsConfig
-from slipstream.orchestrator.external import PAGE_BYTES
-from slipstream.orchestrator.session_history import OVER, Asked, KeptSession
+from slipstream.orchestrator.config import SESSION, SessionsConfig
+from slipstream.orchestrator.ledger import Asked, Ledger, asked_by
+from slipstream.orchestrator.line import Line
+from slipstream.orchestrator.session_history import OVER, KeptSession
 from slipstream.orchestrator.signals import Signal
 
 OPEN = rollout_pb2.SESSION_STATE_OPEN
@@ -56,6 +56,14 @@ class SessionGroup:
     attempt: int = 0
     version: PolicyVersion = UNSET
 
+    kind = SESSION
+    trains = True
+
+    @property
+    def rollout_count(self) -> int:
+        """Its members."""
+        return self.size
+
     @property
     def free_places(self) -> int:
         """How many may still join."""
@@ -71,22 +79,35 @@ class AgentSession:
     key_sha256: bytes
     number: int
     asked: Asked
+    nonce: bytes
 
     @property
     def over(self) -> bool:
         """Whether it changes no more."""
         return self.proto.state in OVER
 
-    def has(self, labels: Mapping[str, str]) -> bool:
-        """Whether it has all of these labels."""
-        return all(self.proto.labels.get(key) == value for key, value in labels.items())
+    @property
+    def name(self) -> str:
+        """What it is asked for by."""
+        return self.proto.session_id
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Its opener's own marks."""
+        return self.proto.labels
+
+    @property
+    def size_bytes(self) -> int:
+        """As it is told."""
+        return self.proto.ByteSize()
 
     def as_record(self) -> dict[str, Any]:
         """As the journal keeps it."""
         group = self.group
         sampling = group.request.sampling if group.request.HasField("sampling") else None
-        kept = KeptSession(self.proto, self.key_sha256, self.number, group.attempt, group.address, sampling, self.asked)
-        return kept.as_record()
+        return KeptSession(
+            self.proto, self.key_sha256, self.number, group.attempt, group.address, sampling, self.asked, self.nonce
+        ).as_record()
 
 
 @dataclass(slots=True)
@@ -95,7 +116,7 @@ class Opening:
 
     request: rollout_pb2.OpenSessionRequest
     key_sha256: bytes
-    asked: Asked
+    nonce: bytes
     session: AgentSession | None = None
 
 
@@ -107,6 +128,7 @@ class Sessions:
         config: SessionsConfig,
         samples_per_group: int,
         base_url: str,
+        line: Line,
         keep: Callable[[AgentSession], None],
     ) -> None:
         """`keep`: puts a session that changed into the journal."""
@@ -116,29 +138,20 @@ class Sessions:
         """Notified when a session was opened or has ended."""
         self._samples_per_group = samples_per_group
         self._base_url = base_url
-        self._number = 0
-        self._waiting: deque[SessionGroup] = deque()
+        self._line = line
         self._joinable: dict[str, SessionGroup] = {}
         self._by_position: dict[int, SessionGroup] = {}
         self._by_key: dict[bytes, AgentSession] = {}
-        self._by_request: dict[str, AgentSession] = {}
-        self._sessions: OrderedDict[str, AgentSession] = OrderedDict()
-        self._ended: deque[AgentSession] = deque()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether `take` would return a group."""
-        return bool(self._waiting)
-
-    @property
-    def next_size(self) -> int:
-        """Members of the group that `take` would return; 0 where there is none."""
-        return self._waiting[0].size if self._waiting else 0
+        self.ledger = Ledger[AgentSession](config.kept_ended)
 
     @property
     def open_count(self) -> int:
         """Sessions whose agents may drive turns."""
-        return sum(session.proto.state == OPEN for session in self._sessions.values())
+        return sum(session.proto.state == OPEN for session in self.ledger)
+
+    @property
+    def _waiting(self) -> list[SessionGroup]:
+        return [group for group in self._line if isinstance(group, SessionGroup)]
 
     # ---- after a restart
 
@@ -155,10 +168,9 @@ class Sessions:
                 )
                 group.address, group.position, group.attempt = each.address, proto.position, each.attempt
                 group.version = PolicyVersion.from_proto(proto.dispatch_version)
-            session = AgentSession(proto, group, each.key_sha256, each.number, each.asked)
+            session = AgentSession(proto, group, each.key_sha256, each.number, each.asked, each.nonce)
             group.sessions[proto.sample_index] = session
             self._enter(session)
-            self._number = max(self._number, each.number)
             if session.over:
                 self._keep(session)
         for group in groups.values():
@@ -179,14 +191,7 @@ class Sessions:
 
     # ---- opening
 
-    def asked(self, asked: Asked) -> AgentSession | None:
-        """The session that this request opened already. Raises `RequestIdReused` where it had another body."""
-        session = self._by_request.get(asked.request_id)
-        if session is not None and session.asked.digest != asked.digest:
-            raise RequestIdReused("this request_id came with another body before", request_id=asked.request_id)
-        return session
-
-    def open(self, request: rollout_pb2.OpenSessionRequest, key_sha256: bytes, asked: Asked) -> Opening:
+    def open(self, request: rollout_pb2.OpenSessionRequest, key_sha256: bytes, nonce: bytes) -> Opening:
         """Join a group or begin one; the opening has its session once a runner has the group."""
         limit = self.config.max_open
         if self.open_count + sum(len(group.openings) for group in self._waiting) >= limit:
@@ -195,7 +200,7 @@ class Sessions:
                 name="orchestrator.sessions.max_open",
                 limit=limit,
             )
-        opening = Opening(request, key_sha256, asked)
+        opening = Opening(request, key_sha256, nonce)
         group = self._joinable.get(request.group_key) if request.group_key else None
         if group is not None and request.group_size not in (0, group.size):
             raise InvalidRequest(
@@ -216,18 +221,20 @@ class Sessions:
 
     def withdraw(self, opening: Opening) -> None:
         """Give up an opening that has no session yet."""
-        for group in list(self._waiting):
+        for group in self._waiting:
             if opening in group.openings:
                 group.openings.remove(opening)
                 if not group.openings:
-                    self._waiting.remove(group)
+                    self._line.leave(group)
                     self._close_to_others(group)
                 elif group.request.group_key:
                     self._joinable.setdefault(group.request.group_key, group)  # its place is free again
 
-    def take(self, position: int, attempt: int, address: str, version: PolicyVersion) -> SessionGroup:
-        """The group that waits longest, which a runner gets as the attempt at a position."""
-        group = self._waiting.popleft()
+    def take(
+        self, group: SessionGroup, position: int, attempt: int, address: str, version: PolicyVersion
+    ) -> SessionGroup:
+        """A group that waits goes to a runner, as the attempt at a position."""
+        self._line.leave(group)
         group.position, group.attempt, group.address, group.version = position, attempt, address, version
         self._by_position[position] = group
         openings, group.openings = group.openings, []
@@ -244,14 +251,13 @@ class Sessions:
             request.idle_timeout_ms or int(self.config.idle_timeout_s * 1000),
             request.total_timeout_ms or int(self.config.total_timeout_s * 1000),
         )
-        self._waiting.append(group)
+        self._line.join(group)
         if request.group_key:
             self._joinable[request.group_key] = group
         return group
 
     def _settle(self, group: SessionGroup, opening: Opening) -> None:
         index = next(i for i in range(group.size) if i not in group.sessions and i not in group.given_up)
-        self._number += 1
         proto = rollout_pb2.Session(
             session_id=f"{group.name}-{index}",
             state=OPEN,
@@ -265,7 +271,8 @@ class Sessions:
             idle_timeout_ms=group.idle_timeout_ms,
             total_timeout_ms=group.total_timeout_ms,
         )
-        session = AgentSession(proto, group, opening.key_sha256, self._number, opening.asked)
+        number, asked = self.ledger.last_number + 1, asked_by(opening.request)
+        session = AgentSession(proto, group, opening.key_sha256, number, asked, opening.nonce)
         group.sessions[index] = opening.session = session
         self._enter(session)
         self._write(session)
@@ -273,9 +280,8 @@ class Sessions:
         self.changed.notify()
 
     def _enter(self, session: AgentSession) -> None:
-        self._sessions[session.proto.session_id] = self._by_key[session.key_sha256] = session
-        if session.asked.request_id:
-            self._by_request[session.asked.request_id] = session
+        self.ledger.enter(session)
+        self._by_key[session.key_sha256] = session
 
     def _close_to_others(self, group: SessionGroup) -> None:
         key = group.request.group_key
@@ -286,7 +292,7 @@ class Sessions:
 
     def get(self, session_id: str) -> AgentSession:
         """Return a session."""
-        session = self._sessions.get(session_id)
+        session = self.ledger.get(session_id)
         if session is None:
             raise SessionUnknown(f"session {session_id!r} is not known", session_id=session_id)
         return session
@@ -297,22 +303,6 @@ class Sessions:
         if session is None:
             raise SessionUnknown("no session has this key")
         return session
-
-    def page(self, after_number: int, size: int, labels: Mapping[str, str]) -> tuple[list[AgentSession], bool]:
-        """Return sessions opened after `after_number`, oldest first, and whether there are more.
-
-        At most `size` of them, and no more than fit into a message, but at least one.
-        """
-        page: list[AgentSession] = []
-        size_bytes = 0
-        for session in self._sessions.values():
-            if session.number <= after_number or not session.has(labels):
-                continue
-            size_bytes += session.proto.ByteSize()
-            if page and (len(page) == size or size_bytes > PAGE_BYTES):
-                return page, True
-            page.append(session)
-        return page, False
 
     # ---- what becomes of them
 
@@ -334,7 +324,7 @@ class Sessions:
     def heard(self, ended: Iterable[tuple[str, str]]) -> None:
         """A runner says which sessions ended by themselves, and why: also such that nobody ever opened."""
         for session_id, reason in ended:
-            session = self._sessions.get(session_id)
+            session = self.ledger.get(session_id)
             if session is not None:
                 self.ended(session, reason)
                 continue
@@ -373,10 +363,11 @@ class Sessions:
 
     def end_all(self, reason: str) -> None:
         """The run is over."""
-        self._waiting.clear()
+        for group in self._waiting:
+            self._line.leave(group)
         self._joinable.clear()
         self._by_position.clear()
-        for session in list(self._sessions.values()):
+        for session in list(self.ledger):
             self.ended(session, reason)
         self.changed.notify()
 
@@ -389,9 +380,6 @@ class Sessions:
 
     def _keep(self, session: AgentSession) -> None:
         """Forget the oldest beyond what is kept."""
-        self._ended.append(session)
-        while len(self._ended) > self.config.kept_ended:
-            forgotten = self._ended.popleft()
-            del self._sessions[forgotten.proto.session_id], self._by_key[forgotten.key_sha256]
-            self._by_request.pop(forgotten.asked.request_id, None)
+        for forgotten in self.ledger.ended(session):
+            del self._by_key[forgotten.key_sha256]
         self.changed.notify()

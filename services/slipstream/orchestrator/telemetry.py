@@ -111,6 +111,9 @@ external_ended = Counter(
     ["environment", "state"],
 )
 groups_regenerated = Counter("slipstream_orchestrator_groups_regenerated", "Groups started again as too old.")
+outside_waiting = Reading(
+    "gauge", "slipstream_orchestrator_outside_groups_waiting", "Groups from outside that wait for a runner.", ["kind"]
+)
 sessions_open = Reading("gauge", "slipstream_orchestrator_sessions_open", "Sessions that outside agents drive.")
 sessions_opened = Counter("slipstream_orchestrator_sessions_opened", "Sessions opened.")
 sessions_ended = Counter(
@@ -143,6 +146,7 @@ def observe(state: RunState, sequencer: Sequencer, leases: RunnerLeases, journal
     success_rate.read_from(sequencer.curriculum.mean_rates)
     slots_used.read_from(lambda: machine.open_groups)
     slots_limit.read_from(lambda: machine.admission_bound)
+    outside_waiting.read_from(lambda: sequencer.line.counts)
     sessions_open.read_from(lambda: sequencer.sessions.open_count)
     runners.read_from(lambda: len(leases.runners))
     run_phase.read_from(lambda: {phase.value: state.phase is phase for phase in RunPhase})

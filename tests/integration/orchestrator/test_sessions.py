@@ -95,7 +95,7 @@ class Agent:
 
     @property
     def _arrived(self) -> int:
-        return sum(len(group.openings) for group in self.world.orchestrator.sequencer.sessions._waiting)
+        return sum(len(group.openings) for group in self.world.orchestrator.sequencer.line if group.trains)
 
     def report(self, group: runner_pb2.GroupAssignment) -> runner_pb2.GroupReport:
         """A report of the members that were closed, as their rewards say."""
@@ -194,7 +194,7 @@ async def test_only_the_key_finds_its_session_and_only_its_hash_is_kept(make_age
             await agent.world.rollouts.FindSession(rollout_pb2.FindSessionRequest(key_sha256=b"x" * 32), timeout=10)
         with pytest.raises(InvalidRequest), rpc_errors():
             await agent.world.rollouts.FindSession(rollout_pb2.FindSessionRequest(key_sha256=b"x"), timeout=10)
-        kept = repr(agent.world.orchestrator.sequencer.sessions._sessions)
+        kept = repr(list(agent.world.orchestrator.sequencer.sessions.ledger))
         assert not any(answer.key in kept for answer in opened)
 
 
@@ -227,7 +227,7 @@ async def test_without_a_slot_in_time_the_caller_is_told_and_nothing_waits_on(ma
     async with make_agent(sessions=SessionsConfig(max_open=1)) as agent:
         with pytest.raises(SessionsFull):
             await agent.open(wait_ms=50)
-        assert not agent.world.orchestrator.sequencer.sessions.waiting
+        assert not any(agent.world.orchestrator.sequencer.line.counts.values())
         await agent.assigned(agent.open())
         with pytest.raises(SessionsFull) as full:
             await agent.open(wait_ms=50)
@@ -294,6 +294,39 @@ async def test_in_a_run_of_sessions_alone_no_task_is_run(make_agent: Make) -> No
         assert await agent.world.acquire(count=4, wait_ms=100) == []
         group, _ = await agent.assigned(agent.open())
         assert group.HasField("session_group")
+
+
+async def test_who_waits_longest_of_those_that_may_go_goes_first_of_whichever_kind(make_agent: Make) -> None:
+    async with make_agent(groups_per_step=1, max_off_policy_steps=0) as agent:
+        world = agent.world
+
+        async def create() -> str:
+            request = rollout_pb2.CreateRolloutRequest(request_id=uuid.uuid4().hex, prompt="hello", sample_count=1)
+            return (await world.rollouts.CreateRollout(request, timeout=10)).rollout.group_id
+
+        async def wait_for(count: int) -> None:
+            async with asyncio.timeout(20):
+                while world.orchestrator.sequencer.line.counts["session"] < count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        first = await create()
+        openings = [asyncio.ensure_future(agent.open())]
+        await wait_for(1)
+        second = await create()
+        openings.append(asyncio.ensure_future(agent.open()))
+        await wait_for(2)
+        third = await create()
+        assert world.orchestrator.sequencer.line.counts == {"session": 2, "external": 3}
+        # The one slot is the first session's; the other, which may not go, holds up nobody behind it.
+        groups = await world.acquire(count=8, wait_ms=10_000)
+        assert [each.group_id for each in groups] == [first, "train-0", second, third]
+        opened = await openings[0]
+        assert opened.session_id.startswith(groups[1].session_group.name)
+        await agent.close(opened.session_id, 1.0, advantage=1.0)
+        await world.report(agent.report(groups[1]))
+        await world.train((await world.plan(1)).plan)
+        (group,) = await world.acquire(count=8, wait_ms=10_000)
+        assert (await openings[1]).session_id.startswith(group.session_group.name)
 
 
 async def test_sampling_that_cuts_tokens_off_is_refused(make_agent: Make) -> None:

@@ -19,11 +19,12 @@ from slipstream.orchestrator import replay as replay_module
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.orchestrator.durations import Durations
 from slipstream.orchestrator.journal import Journal
+from slipstream.orchestrator.ledger import Asked
 from slipstream.orchestrator.metrics import MetricsFile
 from slipstream.orchestrator.replay import KEPT_SESSIONS, History, replay
 from slipstream.orchestrator.resume import earlier_history
 from slipstream.orchestrator.run_state import RunState
-from slipstream.orchestrator.session_history import Asked, KeptSession
+from slipstream.orchestrator.session_history import KeptSession
 from slipstream.orchestrator.summary import summary_of
 
 
@@ -200,7 +201,7 @@ def test_sessions_are_known_as_they_were_last_in_a_summary_too_and_of_ended_ones
     def record(number: int, state: rollout_pb2.SessionState) -> dict[str, Any]:
         proto = rollout_pb2.Session(session_id=f"session-{number}-0", state=state, position=number)
         kept = KeptSession(
-            proto, bytes([number % 256]) * 32, number, 1, "here:1", None, Asked(f"ask-{number}", b"body", b"n")
+            proto, bytes([number % 256]) * 32, number, 1, "here:1", None, Asked(f"ask-{number}", b"body"), b"n"
         )
         return {"kind": "session", **kept.as_record()}
 
