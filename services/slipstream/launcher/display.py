@@ -18,15 +18,18 @@ from rich.text import Text
 
 from slipstream.api.run.v1 import run_pb2
 from slipstream.launcher.progress import Milestones, TimeLeft, Warnings, duration, facts, paused
+from slipstream.launcher.sentences import one_line
 
 LINE_INTERVAL_S = 5.0
 SILENCE_S = 60.0
 """A line that says nothing new comes only this often, as a sign of life."""
 
 LEGEND = (
-    "training begins; groups: ready for the next step, reward: mean over all rollouts that ended since the last step, "
-    "left out ones too, lag: versions behind, tokens/s: sampled, all alike: groups left out, as they teach nothing"
+    "training begins; groups: ready for the next step; reward: mean since the last step;",
+    "lag: versions behind; tokens/s: sampled; filtered: groups whose rewards do not differ",
 )
+METRICS_FILE = "metrics.jsonl"
+"""Of the run's directory: it has what is cut here."""
 
 
 class Display(Protocol):
@@ -104,12 +107,12 @@ class LineDisplay:
 
     def show(self, run: run_pb2.Run) -> None:
         left_s = self._left.update(run)
-        pause = run.reason if paused(run) else ""
+        pause = one_line(run.reason, METRICS_FILE) if paused(run) else ""
         if pause != self._pause:
             self.say(f"paused: {pause}" if pause else "the run goes on")
             self._pause = pause
         for news in (*self._milestones.news(run), *self._warnings.news(run)):
-            self.say(news)
+            self.say(one_line(news, METRICS_FILE))
         (_, phase), *rest = facts(run, left_s)
         silent_s = self._clock() - self._said_s
         fresh = rest[:-1] != self._said  # all but the time left
@@ -119,7 +122,8 @@ class LineDisplay:
         self._phase, self._said, self._said_s = phase, rest[:-1], self._clock()
         if run.phase == "training" and not self._explained:
             self._explained = True
-            self.say(LEGEND)
+            for line in LEGEND:
+                self.say(line)
         if run.phase != "ended" and not begins:
             self.say("  ".join([phase, *(f"{name} {value}" for name, value in rest)]))
 
@@ -147,10 +151,10 @@ class PanelDisplay:
 
     def show(self, run: run_pb2.Run) -> None:
         for news in (*self._milestones.news(run), *self._warnings.news(run)):
-            self.say(news)
+            self.say(one_line(news, METRICS_FILE))
         (_, phase), *rest = facts(run, self._left.update(run))
         fraction = run.step / max(run.total_steps, 1) if run.phase == "training" else run.phase_fraction_done
-        self._draw(phase, fraction, rest, run.reason if paused(run) else "")
+        self._draw(phase, fraction, rest, one_line(run.reason, METRICS_FILE) if paused(run) else "")
 
     def _draw(self, title: str, fraction: float, values: list[tuple[str, str]], note: str = "") -> None:
         table = Table.grid(padding=(0, 3))

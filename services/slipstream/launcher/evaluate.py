@@ -22,6 +22,7 @@ from slipstream.launcher.errors import LauncherError, RunFailedError
 from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_result, result_of, write_result
 from slipstream.launcher.options import take
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
+from slipstream.launcher.sentences import one_line
 from slipstream.launcher.services import service_command
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 
@@ -132,7 +133,7 @@ def _of_weights(run: RunDir | None, options: Options) -> int:
     trainer: Any = config.section("trainer")
     directory, ending = evaluate_checkpoint(request, say)
     if ending.exit_code or ending.stopped:
-        how = ending.sentence or "stopped before the end"
+        how = one_line(ending.sentence or "stopped before the end", shown(directory.path / "launcher.jsonl"))
         print(f"{directory.name} ended: {how}", file=sys.stderr)
         return ending.exit_code
     answers = answers_of(directory, counts, options.samples)

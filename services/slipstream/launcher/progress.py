@@ -27,7 +27,9 @@ PHASE_NAMES = {
     "ended": "ended",
 }
 RETRY_S = 0.5
-ALIKE = "groups_filtered_since_step"
+FILTERED = "groups_filtered_since_step"
+NOT_YET = {"warm_up": "warming up"}
+"""What is said of the time left by phases that know nothing of training."""
 MANY_MORE = 4
 """Failed groups are told of again when there are so many times as many as when they were told of last."""
 SILENCE_TIMEOUT_S = 10.0
@@ -81,8 +83,8 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
         shown.append(("step", f"{run.step}/{run.total_steps}"))
         if ready := ready_groups(run):
             shown.append(("groups", ready))
-        if alike := alike_groups(run):
-            shown.append(("all alike", "1 group" if alike == 1 else f"{alike} groups"))
+        if filtered := filtered_groups(run):
+            shown.append(("filtered", "1 group" if filtered == 1 else f"{filtered} groups"))
     elif run.phase == "warm_up" and "sft_step" in metrics:  # when it ends, its accuracy decides
         shown.append(("step", f"{metrics['sft_step']:.0f}"))
         shown.append(("loss", f"{metrics['sft_loss']:.2f}"))
@@ -95,13 +97,13 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
         if run.phase == "training" and key in metrics:
             value = metrics[key]
             shown.append((name, f"{value:.{digits}f}" if math.isfinite(value) else "–"))
-    shown.append(("left", "–" if left_s is None else duration(left_s)))
+    shown.append(("left", NOT_YET.get(run.phase, "not known yet") if left_s is None else duration(left_s)))
     return shown
 
 
-def alike_groups(run: run_pb2.Run) -> int:
-    """Groups that were left out since the last step, as all their rollouts earned the same."""
-    return int(run.metrics.get(ALIKE, 0.0)) if run.phase == "training" else 0
+def filtered_groups(run: run_pb2.Run) -> int:
+    """Groups that were filtered since the last step, as all their rollouts earned the same."""
+    return int(run.metrics.get(FILTERED, 0.0)) if run.phase == "training" else 0
 
 
 def ready_groups(run: run_pb2.Run) -> str:

@@ -58,6 +58,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
     return {
         "run": records.name,
         "state": run_state(records),
+        "reason": ending_reason(records),
         "seed": _setting(records, "run", "seed"),
         "accuracy_before": mean_accuracy(accuracies, "before"),
         "accuracy_after": mean_accuracy(accuracies, "after"),
@@ -105,7 +106,7 @@ def trained_by_environment(steps: Iterable[Record]) -> dict[str, int]:
 
 
 def groups_filtered(records: RunRecords) -> int:
-    """Groups left out for want of variance, those after the last step too."""
+    """Groups filtered for want of variance, those after the last step too."""
     totals = [int(record["groups_filtered_in_run"]) for record in records.metrics if "groups_filtered_in_run" in record]
     return max(totals, default=0)
 
@@ -216,6 +217,12 @@ def run_state(records: RunRecords) -> str:
         return "running"
     stopped = endings[-1].get("stopped") or int(endings[-1].get("exit_code", 0)) >= SIGNAL_EXIT_CODE
     return "stopped" if stopped else "failed"
+
+
+def ending_reason(records: RunRecords) -> str:
+    """Why the run ended when it did, whole; empty while it runs, and where it simply finished."""
+    endings = [record for record in records.launcher if record.get("kind") in ("run_started", "run_ended")]
+    return str(endings[-1].get("reason", "")) if endings else ""
 
 
 def weighted_mean(steps: Iterable[Record], name: str, weight_name: str) -> float | None:

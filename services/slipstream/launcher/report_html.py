@@ -54,12 +54,13 @@ def render_html(records: RunRecords, figures: dict[str, Any], extremes: Extremes
 
 def _header(records: RunRecords, figures: dict[str, Any]) -> str:
     begin_s = records.begun_s or min((r["time_s"] for r in records.metrics), default=None)
-    when = time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(begin_s)) if begin_s else "not started"
+    when = time.strftime("started %d %B %Y, %H:%M UTC", time.gmtime(begin_s)) if begin_s else "not started"
     facts = [when, f"seed {figures['seed']}", f"{figures['steps']} steps", f"{duration(figures['wall_s'])} in all"]
     state = escape(str(figures["state"]))
+    why = f"<p>{escape(figures['reason'])}</p>" if figures["reason"] else ""
     return (
         f'<header><h1>{escape(records.name)}<span class="state {state}">{state}</span></h1>'
-        f"<p>{escape(' · '.join(facts))}</p></header>"
+        f"<p>{escape(' · '.join(facts))}</p>{why}</header>"
     )
 
 
@@ -119,7 +120,7 @@ def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
             "Reward of what was sampled",
             reward_chart,
             "Mean over all rollouts that ended since the step before, "
-            "those of groups that were left out, too. Faint: each step. Strong: running mean.",
+            "those of filtered groups, too. Faint: each step. Strong: running mean.",
         ),
         _card("Accuracy on held-out problems", accuracy_chart, asked),
         *_curriculum(steps),
@@ -254,7 +255,7 @@ def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
         trained = [("trained", float(figures["groups_trained"]), BLUE)]
     ends = [
         *trained,
-        ("no variance", float(figures["groups_filtered"]), GREY),
+        ("filtered", float(figures["groups_filtered"]), GREY),
         *((f"cancelled: {name.lower().replace('_', ' ')}", float(n), ORANGE) for name, n in cancelled.items()),
         *((f"failed: {name}", float(n), RED) for name, n in figures["groups_failed_by_environment"].items()),
     ]
@@ -263,7 +264,7 @@ def _staleness(records: RunRecords, figures: dict[str, Any]) -> list[str]:
               f"Bound: {figures['lag_bound']}."),
         _card("How groups ended", charts.level_chart(ends),
               f"In groups; {figures['rollouts_cancelled']} rollouts were cancelled. Aged out may have started again. "
-              "No variance: all rollouts of the group earned the same, so there is nothing to learn from them. Failed: "
+              "Filtered: all rollouts of the group earned the same, so there is nothing to learn from them. Failed: "
               "the environment raised; the runner's log has the traceback."),
     ]  # fmt: skip
 

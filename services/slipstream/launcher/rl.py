@@ -24,6 +24,7 @@ from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
 from slipstream.launcher.resume import Resumable, earlier_s, make_ready, told
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
+from slipstream.launcher.sentences import one_line
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
 from slipstream.launcher.supervisor import OnEvent, Supervisor
@@ -97,7 +98,7 @@ async def _run_rl(
         run.write_waiting()
         display.show(now)
         for news in failures.news():
-            display.say(news)
+            display.say(one_line(news, shown(run.path / "metrics.jsonl")))
 
     async def work() -> None:
         display.say("all services are up; `slipstream status` and `slipstream stop` work from another terminal")
@@ -116,7 +117,7 @@ async def _run_rl(
     def on_event(kind: str, **fields: object) -> None:
         run.record(kind, **fields)
         if sentence := restart_sentence(kind, fields, config.launcher.restart_budget):
-            display.say(sentence)
+            display.say(one_line(sentence, shown(run.path / "launcher.jsonl")))
 
     begun_s = time.monotonic()
     ending = await conduct(supervisor_of(config, run, on_event), stages, work, on_ready, on_stopping, on_waiting)
@@ -171,7 +172,8 @@ def conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, di
     display.close()
     figures = _figures(run, latest, wall_s, _report(run))
     if ending.sentence:
-        tell(f"{run.name} ended: {ending.sentence} ({figures})", sys.stderr)
+        sentence = one_line(ending.sentence, shown(run.path / "report.json"))
+        tell(f"{run.name} ended: {sentence} ({figures})", sys.stderr)
     else:
         stopped = ending.stopped or latest.state == run_pb2.RUN_STATE_STOPPED
         tell(f"{run.name} {'was stopped' if stopped else 'finished'}: {figures}")

@@ -23,7 +23,7 @@ from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.ports import read_endpoints
-from slipstream.launcher.progress import PHASE_NAMES, alike_groups, paused, ready_groups
+from slipstream.launcher.progress import PHASE_NAMES, filtered_groups, paused, ready_groups
 from slipstream.launcher.records import RunRecords, read_json_lines, read_run
 from slipstream.launcher.report import build_report
 from slipstream.launcher.rundir import RunDir, launcher_pid, shown
@@ -157,8 +157,8 @@ async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
     row.load += f"{run.running_group_count} groups running"
     if ready := ready_groups(run):
         row.load += f", {ready} ready for the next"
-    if alike := alike_groups(run):
-        row.notes.append(f"{alike} groups were left out since the last step, as their rollouts all earned the same")
+    if filtered := filtered_groups(run):
+        row.notes.append(f"{filtered} groups were filtered since the last step: all rollouts of each earned the same")
     if sessions := run.trained_group_counts.get("session"):
         row.notes.append(f"{sessions} of {sum(run.trained_group_counts.values())} trained groups were of sessions")
     if outside := ", ".join(f"{count} of {name}" for name, count in sorted(run.external_group_counts.items())):

@@ -157,7 +157,7 @@ class OrchestratorConfig(ServiceConfig):
     max_off_policy_steps alone decides."""
 
     min_reward_std: float = Field(default=1e-6, ge=0)
-    """Groups whose rewards spread less teach nothing and are dropped. 0 trains every group."""
+    """Groups whose rewards spread less teach nothing and are filtered. 0 trains every group."""
 
     advantage: AdvantageConfig = GroupNormalizedConfig()
 

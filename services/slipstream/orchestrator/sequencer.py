@@ -758,7 +758,7 @@ class Sequencer:
 
     @property
     def filtered_since_step(self) -> int:
-        """Groups that were left out for want of variance since a step was trained."""
+        """Groups that were filtered for want of variance since a step was trained."""
         return self._interval.groups_filtered
 
     def _write_step(self, plan: SealedPlan, trainer_metrics: dict[str, float], step_s: float, *, skipped: bool) -> None:

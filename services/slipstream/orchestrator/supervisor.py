@@ -135,7 +135,7 @@ class Supervisor:
         if not filtered:
             return phase
         return (
-            f"{phase}, as {filtered:,} groups were left out in which all rollouts earned the same reward; "
+            f"{phase}, as {filtered:,} groups were filtered in which all rollouts earned the same reward; "
             "what they answered: slipstream rollouts"
         )
 

@@ -289,7 +289,7 @@ async def test_a_run_whose_rewards_never_differ_ends_and_says_so(make_world: Mak
         await world.report(*(world.finished(group, spread=False) for group in groups[:3]))
         run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FAILED)
         assert run.metrics["groups_filtered_since_step"] == 3
-        assert "in phase training, as 3 groups were left out in which all rollouts earned the same" in run.reason
+        assert "in phase training, as 3 groups were filtered in which all rollouts earned the same" in run.reason
 
 
 async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_again(make_world: Make) -> None:

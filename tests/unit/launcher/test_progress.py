@@ -8,6 +8,7 @@ from rich.console import Console
 from slipstream.api.run.v1 import run_pb2
 from slipstream.launcher.display import LEGEND, LineDisplay, PanelDisplay
 from slipstream.launcher.progress import TimeLeft, facts, outcome
+from slipstream.launcher.sentences import LIMIT_CHARACTERS, one_line
 
 
 class Clock:
@@ -64,15 +65,36 @@ def test_a_run_that_goes_on_does_not_take_what_was_done_before_for_its_own_speed
 
 def test_training_that_gets_nowhere_as_all_rewards_are_equal_says_so():
     run = run_pb2.Run(phase="training", step=0, total_steps=10, metrics={"groups_filtered_since_step": 12.0})
-    assert ("all alike", "12 groups") in facts(run, None)
+    assert ("filtered", "12 groups") in facts(run, None)
     run.metrics["groups_filtered_since_step"] = 0
-    assert "all alike" not in dict(facts(run, None))
+    assert "filtered" not in dict(facts(run, None))
 
 
 def test_the_warm_up_shows_what_moves():
     metrics = {"sft_step": 12.0, "sft_loss": 2.314, "sft_accuracy": 0.05}
     run = run_pb2.Run(phase="warm_up", phase_fraction_done=0.03, metrics=metrics)
     assert facts(run, None)[1:5] == [("step", "12"), ("loss", "2.31"), ("right", "5 %"), ("done", "3 %")]
+
+
+def test_until_training_tells_more_the_time_left_is_said_to_be_unknown():
+    assert facts(run_pb2.Run(phase="warm_up"), None)[-1] == ("left", "warming up")
+    for phase in ("evaluating_before", "training"):
+        assert facts(run_pb2.Run(phase=phase), None)[-1] == ("left", "not known yet")
+
+
+def test_a_long_reason_takes_one_line_that_says_where_all_of_it_is(capsys):
+    reason = "Traceback\n  in a file\n" + "x" * 4000 + "; its log is logs/a.log"
+    run = run_pb2.Run(phase="training", state=run_pb2.RUN_STATE_PAUSED, reason=reason, warnings=[reason + "!"])
+    LineDisplay(Clock()).show(run)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Traceback" in line]
+    assert len(lines) == 2
+    assert max(map(len, lines)) < 400
+    assert lines[0].endswith("x…; its log is logs/a.log (all of it: metrics.jsonl)")
+
+
+def test_a_short_sentence_is_told_whole():
+    assert one_line("decode-1 died; its log is here", "nowhere") == "decode-1 died; its log is here"
+    assert len(one_line("x; " * 2000 + "y" * 300, "report.json")) < LIMIT_CHARACTERS + 40
 
 
 def test_an_evaluation_within_training_is_told_with_its_step(capsys):
@@ -111,7 +133,7 @@ def test_a_line_that_says_nothing_new_waits_a_minute(capsys):
     for clock.now_s in range(0, 120, 2):
         display.show(run)
     lines = [line.split("]")[0] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["[    0 s", "[    0 s", "[   60 s"]
+    assert lines == ["[    0 s", "[    0 s", "[    0 s", "[   60 s"]
     run.step = 4
     display.show(run)
     assert "step 4/100" in capsys.readouterr().out
@@ -134,10 +156,11 @@ def test_without_a_terminal_a_line_comes_now_and_then(capsys):
         display.show(run_pb2.Run(phase="training", step=step, total_steps=100))
     display.show(run_pb2.Run(phase="evaluating_after"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(LEGEND)
-    assert len(lines) == 3
-    assert "step 0/100" in lines[1]
-    assert "evaluating after" in lines[2]
+    assert all(line.endswith(said) for line, said in zip(lines, LEGEND, strict=False))
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == 4
+    assert "step 0/100" in lines[2]
+    assert "evaluating after" in lines[3]
 
 
 def test_once_all_services_are_up_starting_is_not_told_again(capsys):

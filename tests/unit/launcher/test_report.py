@@ -58,6 +58,21 @@ def test_a_resumed_run_began_with_its_first_launcher_and_took_the_time_of_all(sy
     assert int(title[1]) > 0
 
 
+def test_a_report_says_when_the_run_started_and_the_whole_of_why_it_ended(synthetic_run):
+    events = synthetic_run.path / "launcher.jsonl"
+    why = "a <long> reason; " * 40
+    later = [
+        {"kind": "run_started", "time_s": 1_900_000_000},
+        {"kind": "run_ended", "time_s": 1_900_000_030, "exit_code": 1, "reason": why},
+    ]
+    events.write_text("".join(json.dumps(event) + "\n" for event in later))
+    write_report(synthetic_run)
+    assert json.loads((synthetic_run.path / "report.json").read_text())["reason"] == why
+    page = (synthetic_run.path / "report.html").read_text()
+    assert "started 17 March 2030, 17:46 UTC" in page
+    assert why.replace("<", "&lt;").replace(">", "&gt;") in page
+
+
 def test_accuracy_weighs_each_problem_alike_and_waits_for_every_environment(tmp_path, write_lines):
     asked = [("before", "a", 0.5, 300), ("before", "b", 0.1, 100), ("after", "a", 1.0, 300)]
     write_lines(tmp_path / "metrics.jsonl", [
@@ -178,7 +193,7 @@ def test_the_page_says_what_its_figures_are(synthetic_run):
     for text in (
         "trained tokens/s",
         "All that the decode workers drew, trained or not",
-        "No variance: all rollouts of the group earned the same",
+        "Filtered: all rollouts of the group earned the same",
         "of the 10 held-out problems, the first by number: 6 wrong before and 2 right before. Not a random sample",
         "what lies between was not measured",
     ):

@@ -16,9 +16,9 @@ def test_a_long_load_cuts_no_name_short(capsys: pytest.CaptureFixture[str]) -> N
         ServiceStatus("prefill-1", "127.0.0.1:7001", "away"),
     ]
     rows[0].load = "training, step 12/2000, " + "and more, " * 20
-    rows[0].notes.append("3 groups were left out")
+    rows[0].notes.append("3 groups were filtered")
     print_status(RunDir(Path("runs/demo")), rows)
     shown = capsys.readouterr().out
     assert {line.split()[0] for line in shown.splitlines() if line.split()} >= {"orchestrator", "prefill-1"}
     assert "127.0.0.1:7001" in shown
-    assert shown.endswith("3 groups were left out\n")
+    assert shown.endswith("3 groups were filtered\n")
