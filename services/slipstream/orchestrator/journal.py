@@ -7,8 +7,9 @@ is refused.
 
 Records that find no room on the disk wait in memory, in order, and `sync` says so. A file that is
 long enough becomes a segment, `journal-<n of its first record>.jsonl`, and the next file begins with a summary of all
-that came before it (`summary.py`). Beyond the bound the oldest segments go, as soon as every position they speak of has
-ended, and the summary that stands for them is on disk.
+that came before it (`summary.py`); while that is written out, in a thread, records wait in memory, too. Beyond the
+bound the oldest segments go, as soon as every position they speak of has ended, and the summary that stands for them is
+on disk.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import structlog
 
 from slipstream.common.disk import no_room, sync_directory
 from slipstream.common.errors import DiskFull, JournalCorrupt
+from slipstream.orchestrator.journal_text import large_line_of, line_of
 
 log = structlog.get_logger()
 
@@ -75,6 +77,8 @@ class Journal:
         self.frontier = frontier
         self.summarizer: Summarizes | None = None
         """Set before the first record is appended; without one, no segment has a summary."""
+        self._deferred: deque[tuple[float, str, dict[str, object]]] | None = None
+        """What was appended while a summary is made, which must know nothing of it; None while none is."""
         self._head_bytes = 0
         """Size of the summary that the file begins with."""
         self._limit_bytes = limit_bytes
@@ -127,33 +131,42 @@ class Journal:
         return bool(self._waiting)
 
     def append(self, kind: str, **fields: object) -> None:
-        """Add one record; once written it outlives this process, but not the machine until `sync`."""
-        if self._first == self._next > 0:
-            self._append_head(self._sum_up())  # killed between two segments
-        record = self._append(kind, fields)
+        """Add one record; once written it outlives this process, but not the machine until `sync`.
+
+        It is written at once, unless the disk is full or a summary is being made.
+        """
+        if self._deferred is not None:
+            self._deferred.append((time.time(), kind, fields))
+            return
+        if self._first == self._next > 0:  # killed between two segments
+            summary = self._sum_up()
+            self._append_head(line_of(self._record("summary", summary)) if summary else b"")
+        self._append(time.time(), kind, fields)
+
+    def _append(self, time_s: float, kind: str, fields: Mapping[str, object]) -> None:
+        record = self._record(kind, fields, time_s)
+        self._last_position = max(self._last_position, _last_position([record]))
+        self._append_line(line_of(record))
         if self.summarizer is not None:
             self.summarizer.take(record)
+
+    def _record(self, kind: str, fields: Mapping[str, object], time_s: float | None = None) -> dict[str, Any]:
+        return {"n": self._next, "kind": kind, "time_s": round(time_s or time.time(), 4), **fields}
 
     def _sum_up(self) -> dict[str, Any] | None:
         return {} if self.summarizer is None else self.summarizer.fields()
 
-    def _append_head(self, summary: Mapping[str, object] | None) -> None:
-        if summary:
-            before_bytes = self._size_bytes + self.waiting_bytes
-            self._append("summary", summary)
-            self._head_bytes = self._size_bytes + self.waiting_bytes - before_bytes
+    def _append_head(self, line: bytes) -> None:
+        if line:
+            self._append_line(line)
+            self._head_bytes = len(line)
 
-    def _append(self, kind: str, fields: Mapping[str, object]) -> dict[str, Any]:
-        record = {"n": self._next, "kind": kind, "time_s": round(time.time(), 4), **fields}
-        body = json.dumps(record, separators=(",", ":")).encode()
-        line = b"%08x %b\n" % (zlib.crc32(body), body)
-        self._last_position = max(self._last_position, _last_position([record]))
+    def _append_line(self, line: bytes) -> None:
         self._next += 1
         self._appended += 1
         self._waiting.append(line)
         self.waiting_bytes += len(line)
         self.flush()
-        return record
 
     def flush(self) -> bool:
         """Hand waiting records to the kernel; False while the disk has no room."""
@@ -179,11 +192,11 @@ class Journal:
         Raises:
             DiskFull: there is no room; the records wait for the next call.
         """
-        target = self._appended
-        async with self._sync_lock:
-            if self._synced < target and not (self.flush() and await self._sync_written()):
+        async with self._sync_lock:  # a summary may be made under it, and what was appended meanwhile is appended then
+            if self._synced < self._appended and not (self.flush() and await self._sync_written()):
                 raise DiskFull(f"the disk of {self.path} is full", path=self.path)
-            self._limit()
+            if self._due():
+                await self._begin_next()
 
     async def settle(self) -> None:
         """`sync`, as far as there is room: on a full disk the run pauses, and the records wait in memory, in order."""
@@ -212,16 +225,36 @@ class Journal:
             self._unsynced.popleft()
         return True
 
-    def _limit(self) -> None:
-        """Drop the oldest files beyond the bound, and start a new one when this one, all on disk, is long enough."""
+    def _due(self) -> bool:
+        """Drop the oldest files beyond the bound; whether this one, all on disk, is long enough."""
         if not self._limit_bytes or self._unsynced or self._waiting:
-            return
+            return False
         self._drop_oldest()
-        if self._size_bytes - self._head_bytes < self._limit_bytes // SEGMENTS:
-            return
+        return self._size_bytes - self._head_bytes >= self._limit_bytes // SEGMENTS
+
+    async def _begin_next(self) -> None:
+        """Sum up all that came, and start a file with that."""
+        self._deferred = deque()
+        try:
+            head = await asyncio.to_thread(self._head)
+            if head is not None:  # else what came before could not be done without
+                self._switch(head)
+        finally:
+            self._append_deferred()
+
+    def _head(self) -> bytes | None:
+        """The line that a new file begins with; empty where nothing follows the records. In a thread."""
         summary = self._sum_up()
         if summary is None:
-            return  # what came before could not be done without
+            return None
+        return large_line_of(self._record("summary", summary)) if summary else b""
+
+    def _append_deferred(self) -> None:
+        deferred, self._deferred = self._deferred or (), None
+        for time_s, kind, fields in deferred:
+            self._append(time_s, kind, fields)
+
+    def _switch(self, head: bytes) -> None:
         fresh = self.path.with_suffix(".new")
         try:
             descriptor = _open(fresh)
@@ -237,7 +270,7 @@ class Journal:
         os.close(self._fd)
         self._fd, self._first = descriptor, self._next
         self._size_bytes = self._synced_bytes = self._head_bytes = 0
-        self._append_head(summary)
+        self._append_head(head)
 
     def _drop_oldest(self) -> None:
         total_bytes = sum(segment.size_bytes for segment in self._segments)
@@ -253,6 +286,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the file; what still waits is lost with the process."""
+        self._append_deferred()
         if not self.flush():
             log.error("journal_records_lost", count=len(self._waiting))
         os.close(self._fd)

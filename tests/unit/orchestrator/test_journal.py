@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.common.errors import DiskFull, JournalCorrupt
 from slipstream.orchestrator.journal import Journal, read_journal, segments
+from slipstream.orchestrator.journal_text import PORTION, large_line_of, line_of
 
 
 def written(path: Path, count: int = 5) -> Path:
@@ -171,3 +176,88 @@ async def test_a_file_whose_head_a_crash_took_gets_one_before_anything_else(tmp_
     again.append("resumed")
     again.close()
     assert [record["kind"] for record in read_journal(path).records][-2:] == ["summary", "resumed"]
+
+
+class Slow(Counted):
+    """Takes its time, in a thread of its own, until it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.let_go = threading.Event(), threading.Event()
+
+    def fields(self) -> dict[str, Any]:
+        self.asked.set()
+        assert self.let_go.wait(30)
+        return super().fields()
+
+
+async def begun_summary(journal: Journal) -> asyncio.Task[None]:
+    """Append and sync until a summary is being made."""
+    assert isinstance(journal.summarizer, Slow)
+    while True:
+        journal.append("acquired", position=0)
+        syncing = asyncio.create_task(journal.sync())
+        while not syncing.done():
+            if journal.summarizer.asked.is_set():
+                return syncing
+            await asyncio.sleep(0)
+
+
+async def test_what_is_appended_while_a_summary_is_made_comes_after_it_and_is_synced_with_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", 4096)
+    journal.summarizer = slow = Slow()
+    first = await begun_summary(journal)
+    before = slow.count
+    for position in range(3):
+        journal.append("late", position=position)
+    assert slow.count == before, "the summary must know nothing of them"
+    later = asyncio.create_task(journal.sync())
+    await asyncio.sleep(0.05)
+    assert not later.done()
+    slow.let_go.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(first, later)
+    assert slow.count == before + 3
+    journal.close()
+    whole = read_journal(journal.path).records
+    assert [record["n"] for record in whole] == list(range(len(whole)))
+    assert [record["kind"] for record in whole][-4:] == ["summary", "late", "late", "late"]
+    assert whole[-4]["count"] == before
+    assert whole[-3]["time_s"] <= whole[-4]["time_s"] + 30, "each has the time at which it was appended"
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_a_summary_that_is_given_up_takes_no_record_with_it(tmp_path: Path, how: str) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", 4096)
+    journal.summarizer = slow = Slow()
+    making = await begun_summary(journal)
+    count = slow.count
+    journal.append("late", position=1)
+    if how == "cancelled":
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        slow.let_go.set()
+        async with asyncio.timeout(30):
+            await journal.sync()
+        journal.append("later", position=2)
+    journal.close()
+    making.cancel()
+    slow.let_go.set()
+    await asyncio.gather(making, return_exceptions=True)
+    kinds = [record["kind"] for record in read_journal(journal.path).records if record["kind"] != "summary"]
+    assert kinds == ["acquired"] * count + (["late", "later"] if how == "cancelled" else ["late"])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=6), st.integers(0, 3 * PORTION))
+def test_a_large_record_is_the_same_line_in_whatever_portions(record: dict[str, Any], count: int) -> None:
+    large = {**record, "list": [[n, str(n)] for n in range(count)], "dict": {str(n): {"n": n} for n in range(count)}}
+    assert large_line_of(large) == line_of(large)
+    assert large_line_of({}) == line_of({})
