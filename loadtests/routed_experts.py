@@ -50,6 +50,7 @@ from slipstream.engine.worker.rows import RowsHolder, RowsServicer
 from slipstream.launcher.certs import make_certificates
 from slipstream.runner.servicer import RowsServicer as RunnerRowsServicer
 from slipstream.runner.spool import Rows, Spool
+from slipstream.trainer.expert_rows import compiled_check
 from slipstream.trainer.fetch import Download, RowsClient
 from slipstream.trainer.portions import PlanReader
 from slipstream.trainer.rows import RowForm
@@ -309,6 +310,7 @@ async def run(rollouts: int, full: bool) -> int:
         assert worker.stdin is not None
         try:
             ports = json.loads(await asyncio.wait_for(worker.stdout.readline(), TIMEOUT_S))
+            compiled_check()  # a compiler stays in memory from the first plan on, whatever its size
             async with Probe() as probe:
                 consumer = Consumer(worker, ports, tls, probe)
                 beside = max(4, rollouts // 8)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from io import RawIOBase
 from pathlib import Path
 
+from slipstream.common.crc import crc32
 from slipstream.common.disk import full_disk_named
 from slipstream.common.errors import WeightsCorrupt
 from slipstream.weights.manifest import WeightSlice
@@ -67,7 +67,7 @@ class ShardWriter:
             if self._index == len(self.slices):
                 raise WeightsCorrupt(f"more than the announced {self.size_bytes} bytes came")
             piece = data[: self.slices[self._index].size_bytes - self._in_slice]
-            self._crc = zlib.crc32(piece, self._crc)
+            self._crc = crc32(piece, self._crc)
             self._in_slice += len(piece)
             data = data[len(piece) :]
             self._close_full_slices()

@@ -1,15 +1,28 @@
-"""CRC-32 (IEEE) of bytes laid end to end, from the checksums of the pieces: nothing is read again.
+"""CRC-32 (IEEE) of bulk bytes, and of bytes laid end to end from the checksums of the pieces: nothing is read again.
 
-The arithmetic of zlib's crc32_combine, which Python does not offer: polynomials over GF(2) modulo the CRC's, bits
+`crc32` is ISA-L's where that is installed, with the processor's own instructions: 50 GB/s, where zlib's has 4. Joining
+is the arithmetic of zlib's crc32_combine, which Python does not offer: polynomials over GF(2) modulo the CRC's, bits
 reflected, so that bit 31 is the constant term.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+try:
+    import isal.isal_zlib as _library
+except ImportError:  # no wheel for this machine
+    import zlib as _library
+
+_LIBRARY: Any = _library
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
+
+
+def crc32(data: Any, start: int = 0) -> int:
+    """The checksum of a buffer that goes on from one whose checksum is `start`."""
+    return _LIBRARY.crc32(data, start)
 
 
 def crc32_joined(first: int, second: int, second_bytes: int) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
 from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common.crc import crc32_joined
+from slipstream.common.crc import crc32, crc32_joined
 from slipstream.common.errors import InvalidRequest, OffsetOutOfRange
 from slipstream.common.frames import encode_header, iter_joined_frames
 
@@ -64,18 +63,18 @@ async def answer_rows(
         raise OffsetOutOfRange(
             f"offset_bytes {request.offset_bytes} is beyond {size_bytes}", field="offset_bytes", size_bytes=size_bytes
         )
-    crc32 = 0
+    checksum = 0
     for index, each in enumerate(held):
         if index % REFS_AT_ONCE == REFS_AT_ONCE - 1:
             await asyncio.sleep(0)
         if each.crc32 is not None:
-            crc32 = crc32_joined(crc32, each.crc32, each.data.nbytes)
+            checksum = crc32_joined(checksum, each.crc32, each.data.nbytes)
             continue
         for at in range(0, each.data.nbytes, CHECKED_BYTES):
-            crc32 = zlib.crc32(each.data[at : at + CHECKED_BYTES], crc32)
+            checksum = crc32(each.data[at : at + CHECKED_BYTES], checksum)
             if each.data.nbytes > CHECKED_BYTES:
                 await asyncio.sleep(0)
-    header = rows_pb2.RowsHeader(size_bytes=size_bytes, crc32=crc32)
+    header = rows_pb2.RowsHeader(size_bytes=size_bytes, crc32=checksum)
     for first in range(0, len(held), READ_AT_ONCE):
         header.parts.extend(each.part for each in held[first : first + READ_AT_ONCE])
         await asyncio.sleep(0)

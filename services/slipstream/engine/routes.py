@@ -7,7 +7,6 @@ counted from the first prompt token. First write wins: a row that was recorded i
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.common.crc import crc32
 from slipstream.common.errors import RequestIdReused, RoutesUnknown
 
 ENTRY_BYTES = 384
@@ -51,7 +51,7 @@ class RouteRows:
     @cached_property
     def crc32(self) -> int:
         """Of the rows' bytes, CRC-32 (IEEE)."""
-        return zlib.crc32(self.rows.data) if self.rows.size else 0
+        return crc32(self.rows.data) if self.rows.size else 0
 
     def known(self) -> NDArray[np.bool_]:
         """Which rows are known, `[n]`."""

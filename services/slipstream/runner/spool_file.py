@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from slipstream.common.crc import crc32
 
 _HEAD = struct.Struct("<4sIQIII")
 _MARK = b"SLR1"
@@ -47,8 +48,8 @@ class Scan:
 def encode(meta: Mapping[str, object], data: bytes) -> list[bytes]:
     """A record as it is written."""
     body = json.dumps(meta, separators=(",", ":")).encode()
-    head = _HEAD.pack(_MARK, len(body), len(data), zlib.crc32(body), zlib.crc32(data), 0)[:-4]
-    return [head + struct.pack("<I", zlib.crc32(head)), body, data]
+    head = _HEAD.pack(_MARK, len(body), len(data), crc32(body), crc32(data), 0)[:-4]
+    return [head + struct.pack("<I", crc32(head)), body, data]
 
 
 def write(descriptor: int, parts: Sequence[bytes]) -> int:
@@ -85,7 +86,7 @@ def _records(descriptor: int, size_bytes: int, found: Scan) -> Iterator[Record]:
             found.torn_bytes = size_bytes - at
             return
         mark, meta_bytes, data_bytes, meta_crc, data_crc, head_crc = _HEAD.unpack(head)
-        if mark != _MARK or head_crc != zlib.crc32(head[:-4]) or meta_bytes > _MAX_META_BYTES:
+        if mark != _MARK or head_crc != crc32(head[:-4]) or meta_bytes > _MAX_META_BYTES:
             found.damaged_count += 1
             return
         start = at + _HEAD.size + meta_bytes
@@ -94,7 +95,7 @@ def _records(descriptor: int, size_bytes: int, found: Scan) -> Iterator[Record]:
             return
         found.end_bytes = start + data_bytes
         body = os.pread(descriptor, meta_bytes, at + _HEAD.size)
-        if zlib.crc32(body) != meta_crc:
+        if crc32(body) != meta_crc:
             found.damaged_count += 1
             continue
         yield Record(json.loads(body), start, data_bytes, data_crc)
@@ -106,4 +107,4 @@ def read(descriptor: int, record: Record) -> bytes | None:
         data = os.pread(descriptor, record.size_bytes, record.offset_bytes)
     except OSError:
         return None
-    return data if len(data) == record.size_bytes and zlib.crc32(data) == record.crc32 else None
+    return data if len(data) == record.size_bytes and crc32(data) == record.crc32 else None

@@ -17,13 +17,13 @@ import json
 import os
 import re
 import shutil
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from slipstream.common.crc import crc32
 from slipstream.common.disk import full_disk_named, make_directory, replace_file, sync_directory
 from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
@@ -166,5 +166,5 @@ def file_checksum(path: Path) -> int:
     checksum, piece = 0, bytearray(CHECKSUM_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(piece):
-            checksum = zlib.crc32(memoryview(piece)[:size], checksum)
+            checksum = crc32(memoryview(piece)[:size], checksum)
     return checksum

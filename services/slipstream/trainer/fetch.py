@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ import structlog
 from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channels import Channels
+from slipstream.common.crc import crc32
 from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, Unreachable, from_rpc_error
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.engine.routes import Ranges
@@ -99,7 +99,7 @@ class Download:
         if end > self.header.size_bytes:
             raise FrameInvalid("more bytes than announced", size_bytes=self.header.size_bytes)
         self.memory[self.held : end] = frame
-        self.held, self.crc32 = end, zlib.crc32(frame, self.crc32)
+        self.held, self.crc32 = end, crc32(frame, self.crc32)
 
     def parts(self, refs: Sequence[types_pb2.RowsRef]) -> dict[RefId, Part]:
         """The parts of a whole answer."""

@@ -18,15 +18,12 @@ from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import RouteRows, route_dtype, stitch_routes
+from slipstream.trainer.expert_rows import fault
 from slipstream.trainer.fetch import Part, RefId, ref_id
 from slipstream.trainer.sequence import TrainSequence, version_number
 
 if TYPE_CHECKING:
     from slipstream.models.base import Model
-
-
-COMPARED_ROWS = 32768
-"""Rows that are looked through at once for an expert that is named twice: as many as stay in a core's cache."""
 
 
 class RowsRefused(Exception):
@@ -175,32 +172,14 @@ def _routes(refs: Iterable[types_pb2.RowsRef], parts: Mapping[RefId, Part], coun
         rows = _rows("routes", ref, part, form.dtype, form.row_shape)
         segments.append(RouteRows(rows, part.first_position, part.unknown_ranges, part.recomputed_from))
     stitched = stitch_routes(segments, 0, count, form.row_shape, form.dtype)
-    _check_experts(stitched.rows[stitched.known()] if stitched.unknown_ranges else stitched.rows, form)
+    _check_experts(stitched, form)
     return stitched
 
 
-def _check_experts(rows_NLK: NDArray[np.unsignedinteger], form: RowForm) -> None:
-    """Every token takes K different experts that exist."""
-    if not rows_NLK.size:
-        return
-    largest = int(rows_NLK.max())
-    if largest >= form.expert_count:
-        raise RowsRefused("routes", f"they name expert {largest} of {form.expert_count}")
-    if _doubled(rows_NLK.reshape(-1, form.row_shape[1])):
-        raise RowsRefused("routes", "they name an expert twice for one token")
-
-
-def _doubled(rows_NK: NDArray[np.unsignedinteger]) -> bool:
-    """Whether a row holds a value twice. Comparing columns is many times faster than sorting rows."""
-    top_k = rows_NK.shape[1]
-    columns_KN = np.empty((top_k, min(len(rows_NK), COMPARED_ROWS)), rows_NK.dtype)
-    equal_KN = np.empty(columns_KN.shape, np.bool_)
-    for start in range(0, len(rows_NK), COMPARED_ROWS):
-        block_NK = rows_NK[start : start + COMPARED_ROWS]
-        block_KN = columns_KN[:, : len(block_NK)]
-        np.copyto(block_KN, block_NK.T)
-        for shift in range(1, top_k):
-            equal = equal_KN[shift:, : len(block_NK)]
-            if np.equal(block_KN[shift:], block_KN[:-shift], out=equal).any():
-                return True
-    return False
+def _check_experts(routes: RouteRows, form: RowForm) -> None:
+    """Every token whose row is known takes K different experts that exist."""
+    ends = [routes.first_position, *(end for span in routes.unknown_ranges for end in span), routes.end]
+    for start, end in zip(ends[::2], ends[1::2], strict=True):
+        found = fault(routes.between(start, end).rows.reshape(-1, form.row_shape[1]), form.expert_count)
+        if found is not None:
+            raise RowsRefused("routes", found)

@@ -11,7 +11,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.routes import Ranges
 from slipstream.trainer.fetch import Part, RefId
 from slipstream.trainer.probe import choose_probe, probe_prompts
-from slipstream.trainer.rows import COMPARED_ROWS, RowForm, RowsRefused, references, stitch
+from slipstream.trainer.rows import RowForm, RowsRefused, references, stitch
 from slipstream.trainer.sequence import version_number
 from slipstream.trainer.teacher_rows import teacher_logps
 
@@ -165,20 +165,6 @@ def test_a_token_takes_each_expert_once_and_rows_that_are_not_known_may_hold_any
     sequence = stitch(several, parts(p=part(0, rows, ((2, 3),))), form)
     assert sequence is not None
     assert sequence.known_N.tolist() == [True, True, False, True, True]
-
-
-@pytest.mark.parametrize("row", [0, COMPARED_ROWS - 1, COMPARED_ROWS, COMPARED_ROWS + 99])
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (2, 0), (1, 2)])
-def test_an_expert_that_is_named_twice_is_found_wherever_it_is(row: int, one: int, other: int):
-    count = COMPARED_ROWS + 101
-    form = RowForm((1, 3), np.dtype(np.uint8), expert_count=8, vocab_size=50, trained=PolicyVersion(1, 4))
-    rows = np.tile(np.array([4, 7, 2], np.uint8), (count - 1, 1, 1))
-    long = planned(token_count=count, routes=[ref("p", shape=(1, 3))])
-    tokens = {"t": part(0, np.zeros(count, np.int32)), "l": part(0, np.zeros(count, np.float32))}
-    assert stitch(long, parts(**tokens, p=part(0, rows)), form) is not None
-    rows[row, 0, one] = rows[row, 0, other]
-    with pytest.raises(RowsRefused, match="routes: they name an expert twice"):
-        stitch(long, parts(**tokens, p=part(0, rows)), form)
 
 
 def test_the_probe_is_the_first_prompt_whose_experts_are_chosen_clearly():
