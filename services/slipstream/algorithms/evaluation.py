@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 CONFIDENCE_Z = 1.959964
 """Of 95 %."""
@@ -22,6 +22,17 @@ class Answer:
     """Sampled ones."""
     truncated: bool
     """Cut off at the length limit."""
+    roles: Mapping[str, tuple[float, bool]] = field(default_factory=dict[str, tuple[float, bool]])
+    """Reward of each role, and whether it is right, where the environment has roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleFigures:
+    """How one role did, over the answers in which it had a turn."""
+
+    reward_mean: float
+    accuracy: float
+    answer_count: int
 
 
 def pass_at_k(sample_count: int, correct_count: int, k: int) -> float:
@@ -84,6 +95,8 @@ class Summary:
     """By k, the mean over problems."""
     tokens_mean: float
     truncated_fraction: float
+    roles: Mapping[str, RoleFigures] = field(default_factory=dict[str, RoleFigures])
+    """By role."""
 
 
 def summarize(problems: Sequence[Sequence[Answer]]) -> Summary:
@@ -106,7 +119,23 @@ def summarize(problems: Sequence[Sequence[Answer]]) -> Summary:
         },
         tokens_mean=sum(answer.token_count for answer in every) / len(every),
         truncated_fraction=sum(answer.truncated for answer in every) / len(every),
+        roles=_role_figures(every),
     )
+
+
+def _role_figures(answers: Sequence[Answer]) -> dict[str, RoleFigures]:
+    found: dict[str, list[tuple[float, bool]]] = {}
+    for answer in answers:
+        for role, result in answer.roles.items():
+            found.setdefault(role, []).append(result)
+    return {
+        role: RoleFigures(
+            reward_mean=math.fsum(reward for reward, _ in results) / len(results),
+            accuracy=sum(right for _, right in results) / len(results),
+            answer_count=len(results),
+        )
+        for role, results in sorted(found.items())
+    }
 
 
 def reward_means(problems: Sequence[Sequence[Answer]]) -> list[float]:

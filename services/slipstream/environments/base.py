@@ -63,6 +63,23 @@ class Score:
     """For people: why."""
 
 
+@dataclass(frozen=True)
+class RoleScores:
+    """What one rollout is worth for each role that the model played in it.
+
+    The rollout's own reward is the mean over the roles that train.
+    """
+
+    scores: Mapping[str, Score]
+    """By role: one for each that took a turn, at least."""
+
+    correct: bool | None = None
+    """What accuracy counts of the whole rollout. None: whether all roles that took a turn and train are right."""
+
+    detail: str = ""
+    """For people: why."""
+
+
 class Environment(Protocol):
     """A set of tasks with a judge of single answers.
 
@@ -103,6 +120,24 @@ class Context:
     tools: Sequence[ToolSpec] | None = None
     """None: the episode's."""
 
+    role: str = ""
+    """Where the environment has roles, whose it is. Empty: that of the turn before."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The next turn is that of a role, whose conversation goes on with these messages, or begins with them.
+
+    Roles are players, or agents: each has a conversation of its own, in which the model never sees another's but for
+    what the environment tells it, and training samples of its own, with the reward of that role.
+    """
+
+    role: str
+    """One of the environment's `roles`."""
+
+    messages: Sequence[Message]
+    """What is new for that role since its last turn; not empty."""
+
 
 class Episode(Protocol):
     """One rollout from its first messages to its score. Its calls come one at a time; other episodes run meanwhile."""
@@ -117,16 +152,17 @@ class Episode(Protocol):
         """What it may call. Calls of other tools, and malformed ones, are answered without the episode."""
         ...
 
-    async def step(self, message: Message) -> Sequence[Message] | Context:
+    async def step(self, message: Message) -> Sequence[Message] | Context | Turn:
         """Take the model's message, with its tool calls parsed, and answer it; nothing ends the episode.
 
-        It is called for each message. After the last that `Limits` allow, which one that was cut off may be, no
-        further one comes, whatever this answers. What it raises ends this rollout alone.
+        Messages go on in the conversation of the turn before; a `Turn` is for another role, or for the same. It is
+        called for each message. After the last that `Limits` allow, which one that was cut off may be, no further one
+        comes, whatever this answers. What it raises ends this rollout alone.
         """
         ...
 
-    async def score(self) -> Score:
-        """What the rollout is worth; asked once, after the last step."""
+    async def score(self) -> Score | RoleScores:
+        """What the rollout is worth; asked once, after the last step. With roles, what it is worth for each."""
         ...
 
     async def close(self) -> None:
@@ -135,7 +171,11 @@ class Episode(Protocol):
 
 
 class EpisodeEnvironment(Protocol):
-    """A set of tasks that take several turns. Tasks of the held-out split never appear in training."""
+    """A set of tasks that take several turns. Tasks of the held-out split never appear in training.
+
+    One with several roles also has `roles`, their names (`roles.py`), and each of its episodes may have `role`: whose
+    the first turn is, where that is not the first of them.
+    """
 
     @property
     def name(self) -> str: ...

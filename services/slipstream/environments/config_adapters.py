@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from slipstream.common.imports import PATH_PATTERN
 from slipstream.environments.config_base import BaseEnvironmentConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
@@ -45,7 +46,8 @@ class VerifiersConfig(AdapterConfig):
 
 
 class TextArenaConfig(AdapterConfig):
-    """A single-player game of textarena. Needs the extra `textarena`."""
+    """A game of textarena, for one player, or for several that the model plays against itself. Needs the extra
+    `textarena`."""
 
     type: Literal["textarena"] = "textarena"
     name: str = Field(default="textarena", pattern=NAME_PATTERN)
@@ -56,6 +58,23 @@ class TextArenaConfig(AdapterConfig):
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the game, such as `max_number`."""
+
+    players: int = Field(default=1, ge=1, le=15)
+    """Players of a game. With several, each is a role, `player-0` and so on, with the game's reward for it."""
+
+    opponent: str = Field(default="", pattern=r"^$|" + PATH_PATTERN)
+    """`package.module:function` that plays all players but one, who changes with the game's number: called with (what
+    the player was told since its last turn, a `random.Random`), it returns what the player says. Empty: the model plays
+    all of them."""
+
+    opponent_plays: Literal["held_out", "all"] = "held_out"
+    """In which games: where the model is evaluated only, or in training, too."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.opponent and self.players == 1:
+            raise ValueError("opponent: a game for one player has none; say how many players there are")
+        return self
 
 
 class OpenEnvConfig(AdapterConfig):

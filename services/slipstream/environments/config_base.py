@@ -89,7 +89,7 @@ class BaseEnvironmentConfig(SequencedConfig):
 
     max_turns: int | None = Field(default=None, ge=1)
     """Messages of the model in a rollout of an environment that takes turns, at most. Unset takes the environment's
-    own, as do the next three."""
+    own, as do `max_rollout_tokens` and the two timeouts."""
 
     max_rollout_tokens: int | None = Field(default=None, ge=0)
     """Tokens that the model may draw in all turns of a rollout. 0 leaves it to `max_new_tokens` and the context."""
@@ -97,6 +97,10 @@ class BaseEnvironmentConfig(SequencedConfig):
     rollout_timeout_s: float | None = Field(default=None, ge=0)
     """A rollout that takes longer ends without a reward, in seconds, while the others of its group go on. 0 leaves it
     to `deadline_s`."""
+
+    trained_roles: list[str] = Field(default_factory=list)
+    """Of an environment with several roles, those whose turns train; the model plays the others, too, and learns
+    nothing from that. Empty: all of them."""
 
     step_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time of one call of an episode's code, in seconds, up to 0.8 of the runner's `environment_timeout_s`."""

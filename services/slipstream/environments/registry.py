@@ -19,6 +19,7 @@ from slipstream.common.config_errors import suggest
 from slipstream.common.imports import import_callable
 from slipstream.environments.base import AnyEnvironment
 from slipstream.environments.config import EntryPointConfig, EnvironmentConfig, ImportedConfig
+from slipstream.environments.roles import check_trained_roles
 
 ENTRY_POINTS = "slipstream.environments"
 """The group that packages register environments in."""
@@ -48,7 +49,9 @@ def build_environments(configs: Sequence[EnvironmentConfig], seed: int) -> dict[
     for config in configs:
         if config.name in environments:
             raise ConfigError(f"environments: two are called {config.name!r}")
-        environments[config.name] = factory_of(config)(config, seed if config.seed is None else config.seed)
+        environment = factory_of(config)(config, seed if config.seed is None else config.seed)
+        check_trained_roles(environment, config.trained_roles)
+        environments[config.name] = environment
     return environments
 
 

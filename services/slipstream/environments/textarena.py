@@ -1,12 +1,14 @@
-"""Single-player games of textarena (https://github.com/LeonGuertler/TextArena), a game a rollout.
+"""Games of textarena (https://github.com/LeonGuertler/TextArena), a game a rollout.
 
-The seed of a game is its task's number, so the rollouts of a group play the same one. The reward is the game's.
+The seed of a game is its task's number, so the rollouts of a group play the same one. The rewards are the game's. With
+several players each is a role: the model plays all of them, or one against an opponent that is no model.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import textarena
@@ -14,7 +16,8 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import suggest
-from slipstream.environments.base import Context, Score, Split, Task
+from slipstream.common.imports import import_callable
+from slipstream.environments.base import Context, RoleScores, Score, Split, Task, Turn
 from slipstream.environments.config_adapters import TextArenaConfig
 from slipstream.environments.limits import Limits
 from slipstream.environments.messages import Message, ToolSpec
@@ -23,6 +26,15 @@ from slipstream.environments.tools import Tools
 RAW = "-raw"
 """What textarena adds to a game's name for observations that are not wrapped: only what is new, one by one."""
 OWN_ACTION = textarena.ObservationType.PLAYER_ACTION
+MAX_OPPONENT_MOVES = 1000
+"""Between two turns of the model's: a game that asks its opponent for more goes round in circles."""
+
+Opponent = Callable[[str, random.Random], str]
+
+
+def role_of(player: int) -> str:
+    """What a player is called."""
+    return f"player-{player}"
 
 
 class TextArena:
@@ -33,6 +45,7 @@ class TextArena:
     def __init__(self, config: TextArenaConfig, seed: int) -> None:
         self.name = config.name
         self.limits = Limits(max_turns=100)
+        self.roles = tuple(map(role_of, range(config.players))) if config.players > 1 else ()
         self._config = config
         self._seed = seed
         self._game_id = f"{config.game.removesuffix(RAW)}{RAW}"
@@ -41,10 +54,14 @@ class TextArena:
             names = [name.removesuffix(RAW) for name in ENV_REGISTRY if name.endswith(RAW)]
             near = suggest(difflib.get_close_matches(config.game, names, n=1))
             raise ConfigError(f"{where}: textarena has no game {config.game!r}{near}")
+        self._opponent: Opponent | None = None
+        if config.opponent:
+            self._opponent = import_callable(config.opponent, f"{where}.opponent")
         try:
             self._begin(0)
         except (AssertionError, ImportError, LookupError, SyntaxError, TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: textarena cannot begin {config.game} for one player: {error}") from error
+            whom = "one player" if config.players == 1 else f"{config.players} players"
+            raise ConfigError(f"{where}: textarena cannot begin {config.game} for {whom}: {error}") from error
 
     def task(self, split: Split, index: int) -> Task:
         # Games by number: held-out ones first, training games from the rest.
@@ -53,11 +70,16 @@ class TextArena:
         return Task(split, index, {"game": number})
 
     async def setup(self, task: Task, tools: Tools) -> TextArenaEpisode:
-        return TextArenaEpisode(self._begin(task.payload["game"]), self._config.correct_at)
+        number = task.payload["game"]
+        played = range(self._config.players)
+        if self._opponent is not None and (task.split == "held_out" or self._config.opponent_plays == "all"):
+            played = [number % self._config.players]
+        draw = random.Random(f"{self._seed}/{number}")
+        return TextArenaEpisode(self._begin(number), self._config, played, self._opponent, draw)
 
     def _begin(self, number: int) -> Any:
         game = textarena.make(self._game_id, **self._config.options)
-        game.reset(num_players=1, seed=self._seed * 1_000_003 + number)
+        game.reset(num_players=self._config.players, seed=self._seed * 1_000_003 + number)
         return game
 
 
@@ -66,26 +88,73 @@ class TextArenaEpisode:
 
     tools: Sequence[ToolSpec] = ()
 
-    def __init__(self, game: Any, correct_at: float) -> None:
+    def __init__(
+        self,
+        game: Any,
+        config: TextArenaConfig,
+        played: Sequence[int],
+        opponent: Opponent | None,
+        draw: random.Random,
+    ) -> None:
+        """`played`: the players that the model plays; `opponent` plays the others."""
         self._game = game
-        self._correct_at = correct_at
+        self._correct_at = config.correct_at
+        self._several = config.players > 1
+        self._played = played
+        self._opponent = opponent
+        self._draw = draw
         self._over = False
-        self.messages = [Message("user", self._told())]
+        player, told = self._next()
+        if told is None:
+            raise ValueError("the game was over before the model had a turn")
+        self.role = role_of(player) if self._several else ""
+        self.messages = [Message("user", told)]
 
-    async def step(self, message: Message) -> Sequence[Message] | Context:
+    async def step(self, message: Message) -> Sequence[Message] | Context | Turn:
         self._over, _ = self._game.step(message.content)
-        return [] if self._over else [Message("user", self._told())]
+        player, told = self._next()
+        if told is None:
+            return []
+        said = [Message("user", told)]
+        return Turn(role_of(player), said) if self._several else said
 
-    async def score(self) -> Score:
-        rewards, info = self._game.close()
-        reward = float((rewards or {}).get(0, 0.0)) if self._over else 0.0
-        reason = str((info or {}).get(0, {}).get("reason", "")) if self._over else "the game was not over"
-        return Score(reward, self._over and reward >= self._correct_at, reason)
+    async def score(self) -> Score | RoleScores:
+        rewards, info = self._game.close() if self._over else ({}, {})
+        scores = {
+            player: self._score_of(player, rewards or {}, info or {})
+            for player in (self._played if self._several else [0])
+        }
+        if self._several:
+            return RoleScores({role_of(player): score for player, score in scores.items()})
+        return scores[0]
 
     async def close(self) -> None:
         return None
 
-    def _told(self) -> str:
-        """What is new, but for what the model itself said."""
-        _, observations = self._game.get_observation()
-        return "\n".join(text for _, text, kind in observations if kind != OWN_ACTION) or "Your turn."
+    def _score_of(self, player: int, rewards: dict[int, float], info: dict[int, Any]) -> Score:
+        reward = float(rewards.get(player, 0.0))
+        reason = str(info.get(player, {}).get("reason", "")) if self._over else "the game was not over"
+        return Score(reward, self._over and reward >= self._correct_at, reason)
+
+    def _next(self) -> tuple[int, str | None]:
+        """Who of the model's players is next, and what it is told; nothing where the game is over."""
+        for _ in range(MAX_OPPONENT_MOVES):
+            if self._over:
+                break
+            player, told = self._told()
+            if player in self._played or self._opponent is None:
+                return player, told
+            self._over, _ = self._game.step(self._opponent(told, self._draw))
+        else:
+            raise ValueError(f"the opponent had {MAX_OPPONENT_MOVES} turns, and the model none")
+        return 0, None
+
+    def _told(self) -> tuple[int, str]:
+        """Whose turn it is, and what is new to that player, but for what it said itself."""
+        player, observations = self._game.get_observation()
+        news = [
+            f"[{role_of(sender)}] {text}" if self._several and sender >= 0 else text
+            for sender, text, kind in observations
+            if kind != OWN_ACTION or (self._several and sender != player)
+        ]
+        return player, "\n".join(news) or "Your turn."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def figures_of(answers: EnvironmentAnswers, seed: int) -> dict[str, Any]:
         "pass_at_k_intervals": {str(k): list(bootstrap(values, seed)) for k, values in passes.items()},
         "tokens_mean": summary.tokens_mean,
         "truncated_fraction": summary.truncated_fraction,
+        **({"roles": {role: asdict(each) for role, each in summary.roles.items()}} if summary.roles else {}),
         "versions": sorted(answers.versions),
     }
 
@@ -115,6 +116,9 @@ def _table(result: dict[str, Any]) -> Table:
             _percent(figures["truncated_fraction"]),
             str(figures["failed"]),
         )
+        for role, each in figures.get("roles", {}).items():
+            accuracy, reward = _percent(each["accuracy"]), f"{each['reward_mean']:.3f}"
+            table.add_row(f"  as {role}", "", str(each["answer_count"]), "", accuracy, reward, "", "", "", "")
     return table
 
 
@@ -143,7 +147,7 @@ def page_of(result: dict[str, Any]) -> str:
         lines += [Series("95 %", line, PALETTE[0], faint=True) for line in ends]
         chart = charts.line_chart(lines, x_label="k", y_label="pass@k", y_range=(0, 1))
         cards.append(_card(f"{name}: one of k answers is right", chart))
-    rows = "".join(_row(name, each) for name, each in environments.items())
+    rows = "".join(_row(name, each) + _role_rows(name, each) for name, each in environments.items())
     heads = "".join(
         f"<th>{head}</th>"
         for head in ("environment", "problems", "temperature", "accuracy", "reward", "tokens", "cut off")
@@ -171,6 +175,14 @@ def _row(name: str, each: dict[str, Any]) -> str:
         _percent(each["truncated_fraction"]),
     )
     return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _role_rows(name: str, each: dict[str, Any]) -> str:
+    return "".join(
+        f"<tr><td>{escape(f'{name} as {role}')}</td><td>{figures['answer_count']}</td><td></td>"
+        f"<td>{_percent(figures['accuracy'])}</td><td>{figures['reward_mean']:.3f}</td><td></td><td></td></tr>"
+        for role, figures in each.get("roles", {}).items()
+    )
 
 
 def _card(title: str, body: str, *, wide: bool = False) -> str:

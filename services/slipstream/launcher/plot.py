@@ -42,6 +42,7 @@ class Chart:
 
 OVERVIEW: dict[str, tuple[str, ...]] = {
     "reward": ("reward_by_environment",),
+    "roles": ("reward_by_role",),
     "accuracy": ("accuracy",),
     "curriculum": ("success_rate_by_part",),
     "lag": ("lag_mean", "lag_max"),
@@ -53,6 +54,7 @@ OVERVIEW: dict[str, tuple[str, ...]] = {
 
 TITLES = {
     "reward": "reward by environment: mean over all rollouts that ended since the step before",
+    "roles": "reward by role: mean over all rollouts that ended since the step before",
     "accuracy": "accuracy on held-out problems",
     "curriculum": "success rates that choose tasks",
     "lag": "lag of trained groups, versions",

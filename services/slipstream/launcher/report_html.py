@@ -123,9 +123,23 @@ def _learning(records: RunRecords, figures: dict[str, Any]) -> list[str]:
             "those of filtered groups, too. Faint: each step. Strong: running mean.",
         ),
         _card("Accuracy on held-out problems", accuracy_chart, asked),
+        *_roles(steps),
         *_curriculum(steps),
         *_optimisation(steps, window),
     ]
+
+
+def _roles(steps: list[Record]) -> list[str]:
+    """Rewards of environments with several roles, by role."""
+    points: dict[str, list[charts.Point]] = {}
+    for step in steps:
+        for name, reward in step.get("reward_by_role", {}).items():
+            points.setdefault(name, []).append((float(step["step"]), float(reward)))
+    if not points:
+        return []
+    lines = [Series(name, each, color) for (name, each), color in zip(sorted(points.items()), itertools.cycle(PALETTE))]
+    chart = charts.line_chart(lines, x_label="step", y_label="mean reward")
+    return [_card("Reward by role", chart, "Each role is compared with itself alone, over the rollouts of a group.")]
 
 
 def _curriculum(steps: list[Record]) -> list[str]:

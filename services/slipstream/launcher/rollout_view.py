@@ -64,7 +64,7 @@ def _row(record: dict[str, Any]) -> list[str]:
         printable(record.get("rollout")),
         printable(record.get("environment")),
         printable(record.get("task_index", "")),
-        f"{record.get('reward', 0):.3g}{' ✓' if record.get('correct') else ''}",
+        f"{record.get('reward', 0):.3g}{' ✓' if record.get('correct') else ''}{_of_roles(record, ' (', ')')}",
         printable(record.get("outcome")),
         *("" if figure is None else str(figure) for figure in figures),
         _versions(record),
@@ -73,6 +73,16 @@ def _row(record: dict[str, Any]) -> list[str]:
         f"{record.get('seconds', 0):.1f}",
         answer,
     ]
+
+
+def _of_roles(record: dict[str, Any], before: str = "", after: str = "") -> str:
+    """What it is worth for each role; nothing where it has none."""
+    roles = [
+        f"{printable(each.get('role'))} {each.get('reward', 0):.3g}{' ✓' if each.get('correct') else ''}"
+        f"{' untrained' if each.get('untrained') else ''}"
+        for each in record.get("roles", ())
+    ]
+    return f"{before}{', '.join(roles)}{after}" if roles else ""
 
 
 def _versions(record: dict[str, Any]) -> str:
@@ -92,7 +102,9 @@ def view_of(record: dict[str, Any], decode: Decode | None, *, colours: bool) -> 
         text.append(f"{', ' if index else ''}{printable(version)} ({count})", style=styles[version])
     text.append("\n")
     for number, sample in enumerate(samples_of(record), 1):
-        text.append("\n" if number == 1 else f"\nsample {number}, from other tokens on:\n")
+        of_role = f", as {printable(sample['role'])}" if sample.get("role") else ""
+        first = f"\nsample 1{of_role}:\n" if of_role else "\n"
+        text.append(first if number == 1 else f"\nsample {number}{of_role}, from other tokens on:\n")
         for piece, version in _pieces(sample, decode):
             if version is not None and not colours and len(versions) > 1:
                 text.append(f"[{printable(version)}]")
@@ -118,6 +130,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("rollout", f"{record.get('rollout')} ({record.get('purpose')})"),
         ("task", task),
         ("reward", verdict),
+        *([("by role", _of_roles(record))] if record.get("roles") else []),
         ("outcome", outcome),
         ("tokens", tokens),
         ("seconds", f"{record.get('seconds', 0):.3f}" + (f": {parts}" if parts else "")),

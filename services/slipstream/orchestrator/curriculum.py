@@ -19,6 +19,7 @@ from typing import Any
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.orchestrator.config import EnvironmentConfig
 from slipstream.orchestrator.replay import History
+from slipstream.orchestrator.role_rewards import success_share
 from slipstream.orchestrator.tasks import TaskSequence
 
 MAX_CANDIDATES = 128
@@ -80,7 +81,7 @@ class Curriculum:
         if not config.curriculum.enabled or counted:
             return {}
         part = assignment.task_index % parts_of(config)
-        share = sum(record.correct for record in records) / len(records)
+        share = sum(map(success_share, records)) / len(records)
         rate = self._rate(config.name, part).after(share, config.curriculum.memory_groups)
         self.rates[config.name, part] = rate
         self._counted[assignment.position] = assignment.attempt

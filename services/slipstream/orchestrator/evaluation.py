@@ -165,6 +165,7 @@ def answer_of(record: runner_pb2.RolloutRecord) -> Answer:
         reward=record.reward,
         token_count=sum(span.token_count for sample in samples for span in sample.spans),
         truncated=samples[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH,
+        roles={each.role: (each.reward, each.correct) for each in record.role_rewards},
     )
 
 
@@ -187,6 +188,15 @@ def fields_of(result: AccuracyResult) -> dict[str, object]:
     return fields if result.summary is None else {**fields, **_figures(result, result.summary)}
 
 
+def _role_figures(summary: Summary) -> dict[str, object]:
+    if not summary.roles:
+        return {}
+    return {
+        "reward_by_role": {role: each.reward_mean for role, each in summary.roles.items()},
+        "accuracy_by_role": {role: each.accuracy for role, each in summary.roles.items()},
+    }
+
+
 def _figures(result: AccuracyResult, summary: Summary) -> dict[str, object]:
     low, high = summary.accuracy_interval
     versions = {"version_min": str(result.oldest), "version_max": str(result.newest)} if result.newest else {}
@@ -199,5 +209,6 @@ def _figures(result: AccuracyResult, summary: Summary) -> dict[str, object]:
         "pass_at_k": {str(k): value for k, value in summary.pass_at.items()},
         "tokens_mean": summary.tokens_mean,
         "truncated_fraction": summary.truncated_fraction,
+        **_role_figures(summary),
         **versions,
     }

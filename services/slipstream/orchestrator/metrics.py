@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.disk import AppendFile, PatientFile
+from slipstream.orchestrator.role_rewards import RoleRewards
 from slipstream.orchestrator.sealer import sampled_token_count
 
 _KEPT_FILES = 1
@@ -70,9 +71,11 @@ class StepInterval:
         self.rollouts_given_up = 0
         self.given_up_tokens = 0
         self.rewards: dict[str, list[float]] = defaultdict(list)
+        self.role_rewards = RoleRewards()
 
-    def add(self, environment: str, records: Iterable[runner_pb2.RolloutRecord]) -> None:
+    def add(self, environment: str, records: Sequence[runner_pb2.RolloutRecord]) -> None:
         """Count the rollouts of one finished training group."""
+        self.role_rewards.add(environment, records)
         rewards = self.rewards[environment]
         for record in records:
             rewards.append(record.reward)
@@ -90,6 +93,7 @@ class StepInterval:
         elapsed = max(now_s - self.started_s, 1e-6)
         return {
             **reward_fields(self.rewards),
+            **self.role_rewards.fields(),
             "groups_filtered": self.groups_filtered,
             "groups_failed": self.groups_failed,
             "rollouts": sum(map(len, self.rewards.values())),

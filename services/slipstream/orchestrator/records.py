@@ -6,6 +6,7 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import InvalidRequest
 from slipstream.common.version import PolicyVersion
 from slipstream.environments.base import MAX_REWARD
+from slipstream.orchestrator.role_rewards import samples_of
 
 
 def check_records(
@@ -34,6 +35,7 @@ def _check_record(record: runner_pb2.RolloutRecord, sample_count: int, newest: P
         raise InvalidRequest(f"the group has {sample_count} samples", field="sample_index", limit=sample_count - 1)
     if abs(record.reward) > MAX_REWARD:
         raise InvalidRequest(f"a reward is within {MAX_REWARD:g} of 0", field="reward", limit=MAX_REWARD)
+    _check_roles(record)
     _check_sample(record, newest)
     for number, sample in enumerate(record.further_samples):
         try:
@@ -41,6 +43,20 @@ def _check_record(record: runner_pb2.RolloutRecord, sample_count: int, newest: P
         except InvalidRequest as error:
             field = f"further_samples[{number}].{error.metadata['field']}"
             raise InvalidRequest(error.message, **{**error.metadata, "field": field}) from None
+
+
+def _check_roles(record: runner_pb2.RolloutRecord) -> None:
+    """Each role has one reward and a sample, and each sample the role of a reward, or no role where there are none."""
+    rewarded: set[str] = set()
+    for each in record.role_rewards:
+        if abs(each.reward) > MAX_REWARD:
+            raise InvalidRequest(f"a reward is within {MAX_REWARD:g} of 0", field="role_rewards", limit=MAX_REWARD)
+        if each.role in rewarded:
+            raise InvalidRequest(f"role {each.role!r} is listed already", field="role_rewards")
+        rewarded.add(each.role)
+    sampled = {sample.role for sample in samples_of(record)}
+    if sampled != (rewarded or {""}):
+        raise InvalidRequest("its roles are those of its samples", field="role_rewards")
 
 
 def _check_sample(record: runner_pb2.RolloutRecord | runner_pb2.RolloutSample, newest: PolicyVersion) -> None:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.algorithms.advantages import Advantages, Members
 from slipstream.algorithms.packing import pack
+from slipstream.algorithms.role_advantages import by_role, variance
 from slipstream.algorithms.staleness import SealedStep
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.orchestrator.role_rewards import results_of, reward_of, samples_of, trained_samples
 
 
 @dataclass(slots=True)
 class ScoredGroup:
-    """A group that is ready to be trained: its rollouts' records, with an advantage for each."""
+    """A group that is ready to be trained: its rollouts' records, and what each is worth beside the others."""
 
     assignment: runner_pb2.GroupAssignment
     records: list[runner_pb2.RolloutRecord]
     advantages: list[float]
+    """One for each rollout; none where roles have their own."""
+    role_advantages: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """By role, for each rollout, where the environment has roles."""
+
+    def advantage_of(self, index: int, role: str) -> float:
+        """Of the samples of one role of a rollout."""
+        return self.role_advantages[index][role] if self.role_advantages else self.advantages[index]
 
 
 @dataclass(slots=True)
@@ -37,14 +46,31 @@ class SealedPlan:
 
     @property
     def rewards(self) -> dict[str, list[float]]:
-        """Of the rollouts it trains on, by environment."""
+        """Of the rollouts it trains on, by environment; with roles the mean over them."""
         found: dict[str, list[float]] = {}
+        for environment, roles in self._role_rewards.values():
+            found.setdefault(environment, []).append(sum(roles.values()) / len(roles))
+        return found
+
+    @property
+    def role_rewards(self) -> dict[str, list[float]]:
+        """The same by `environment/role`, where there are roles."""
+        found: dict[str, list[float]] = {}
+        for environment, roles in self._role_rewards.values():
+            for role, reward in roles.items():
+                if role:
+                    found.setdefault(f"{environment}/{role}", []).append(reward)
+        return found
+
+    @property
+    def _role_rewards(self) -> dict[str, tuple[str, dict[str, float]]]:
+        """Environment, and rewards by role, of each rollout: its samples of one role have one reward."""
+        found: dict[str, tuple[str, dict[str, float]]] = {}
         for plan in self.plans:
             for batch in plan.micro_batches:
                 for sequence in batch.sequences:
-                    if sequence.sample_number:
-                        continue  # its rollout is counted with its first sample
-                    found.setdefault(sequence.environment, []).append(sequence.reward)
+                    _, roles = found.setdefault(sequence.rollout_id, (sequence.environment, {}))
+                    roles[sequence.role] = sequence.reward
         return found
 
 
@@ -71,14 +97,16 @@ class Sealer:
     ) -> ScoredGroup | None:
         """Return the group with its advantages, or None when its rewards do not differ (DAPO's dynamic sampling).
 
-        Where all members come with an advantage, those are taken as they are. Raises `BadAdvantages`.
+        With roles, None when those of no role that trains differ. Where all members come with an advantage, those are
+        taken as they are. Raises `BadAdvantages`.
         """
         if has_advantages(records):
             return ScoredGroup(assignment, list(records), [record.advantage for record in records])
         rewards = [record.reward for record in records]
-        mean = sum(rewards) / len(rewards)
-        variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
-        if variance < self.min_reward_std**2:
+        if any(record.role_rewards for record in records):
+            roles = by_role(self.advantages, [results_of(record) for record in records], self.min_reward_std)
+            return None if roles is None else ScoredGroup(assignment, list(records), [], roles)
+        if variance(rewards) < self.min_reward_std**2:
             return None
         members = Members(rewards, [sampled_token_count(record) for record in records])
         return ScoredGroup(assignment, list(records), list(self.advantages(members)))
@@ -90,10 +118,16 @@ class Sealer:
         bounds = dict.fromkeys(masked, sealed.oldest_step)
         sequences = [
             # The position's environment, since that is what let the group grow so old, whatever its members are.
-            self._sequence(group, record, number, advantage, bounds.get(position.environment, 0))
+            self._sequence(
+                group,
+                record,
+                number,
+                group.advantage_of(index, sample.role),
+                bounds.get(position.environment, 0),
+            )
             for position, group in zip(sealed.groups, groups, strict=True)
-            for record, advantage in zip(group.records, group.advantages, strict=True)
-            for number in range(1 + len(record.further_samples))
+            for index, record in enumerate(group.records)
+            for number, sample in trained_samples(record)
         ]
         version = types_pb2.PolicyVersion(incarnation=incarnation, step=sealed.step)
         counts = [loss_token_count(sequence.loss_ranges) for sequence in sequences]
@@ -120,7 +154,7 @@ class Sealer:
     def _sequence(
         self, group: ScoredGroup, record: runner_pb2.RolloutRecord, number: int, advantage: float, oldest_step: int
     ) -> batch_pb2.PlannedSequence:
-        """One of a rollout's samples: all have its advantage."""
+        """One of a rollout's samples: all of a role have its advantage."""
         sample = samples_of(record)[number]
         ranges = sample.loss_ranges
         return batch_pb2.PlannedSequence(
@@ -128,7 +162,8 @@ class Sealer:
             group_id=group.assignment.group_id,
             environment=group.assignment.environment,
             advantage=advantage,
-            reward=record.reward,
+            reward=reward_of(record, sample.role),
+            role=sample.role,
             token_count=sample.token_count,
             loss_ranges=within_bound(ranges, sample.spans, oldest_step) if oldest_step else ranges,
             spans=sample.spans,
@@ -150,11 +185,6 @@ def has_advantages(records: Sequence[runner_pb2.RolloutRecord]) -> bool:
 def loss_token_count(ranges: Iterable[types_pb2.RowRange]) -> int:
     """Positions that the ranges cover."""
     return sum(covered.end - covered.start for covered in ranges)
-
-
-def samples_of(record: runner_pb2.RolloutRecord) -> list[runner_pb2.RolloutRecord | runner_pb2.RolloutSample]:
-    """A rollout's samples, the first of which is in the record itself."""
-    return [record, *record.further_samples]
 
 
 def sampled_token_count(record: runner_pb2.RolloutRecord) -> int:
@@ -206,7 +236,7 @@ def _figures(sealed: SealedStep, groups: Sequence[ScoredGroup], tokens: int, los
     lags = [group.lag(sealed.step) for group in sealed.groups]
     token_lags: Counter[int] = Counter()
     for group in groups:
-        for sample in (sample for record in group.records for sample in samples_of(record)):
+        for sample in (sample for record in group.records for _, sample in trained_samples(record)):
             for span in sample.spans:
                 token_lags[sealed.step - 1 - span.version.step] += span.token_count
     return {

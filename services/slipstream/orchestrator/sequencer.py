@@ -40,6 +40,7 @@ from slipstream.orchestrator.metrics import MetricsFile, StepInterval, Totals, f
 from slipstream.orchestrator.packed import packed
 from slipstream.orchestrator.records import check_records
 from slipstream.orchestrator.replay import KEPT_STEPS, History
+from slipstream.orchestrator.role_rewards import role_reward_fields
 from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_advantages, record_rows
 from slipstream.orchestrator.sessions import SessionGroup, Sessions
@@ -768,7 +769,11 @@ class Sequencer:
             **plan.figures,
             **({"groups_skipped": plan.figures["groups_trained"], "groups_trained": 0} if skipped else {}),
             **self._interval.fields(now),
-            **({} if self._interval.rewards else reward_fields(plan.rewards)),
+            **(
+                {}
+                if self._interval.rewards
+                else {**reward_fields(plan.rewards), **role_reward_fields(plan.role_rewards)}
+            ),
             "step_s": trainer_metrics.get("step_s", step_s),
             "open_groups": self.machine.open_groups,
             **self.group_figures.fields(self.machine, self.machine.sealed_step + 1),

@@ -78,6 +78,16 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True)
+class RoleScore:
+    """What a rollout is worth for one of its roles."""
+
+    role: str
+    reward: float
+    correct: bool
+    untrained: bool = False
+
+
+@dataclass(frozen=True)
 class ScoredSample:
     """One sample's score and its text."""
 
@@ -86,6 +96,8 @@ class ScoredSample:
     text: str
     detail: str = ""
     """For people: why it earned what it did."""
+    roles: tuple[RoleScore, ...] = ()
+    """One for each role that had a turn, where the environment has any."""
 
 
 def _rendered(prompt: dict[str, Any], stop_token_ids: list[int]) -> RenderedPrompt:
@@ -104,6 +116,8 @@ class TurnPrompt:
     token_ids: list[int]
     begun: str
     max_new_tokens: int
+    role: str = ""
+    """Whose turn it is, where the environment has roles."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,8 @@ class EndedEpisode:
 
 
 def _scored(score: dict[str, Any]) -> ScoredSample:
-    return ScoredSample(float(score["reward"]), bool(score["correct"]), str(score["text"]), str(score["detail"]))
+    roles = tuple(RoleScore(**each) for each in score.get("roles", ()))
+    return ScoredSample(float(score["reward"]), bool(score["correct"]), str(score["text"]), str(score["detail"]), roles)
 
 
 def _failure(task: TaskKey, prompt: dict[str, Any]) -> SlipstreamError:

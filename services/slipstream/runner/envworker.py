@@ -120,9 +120,16 @@ class EnvironmentHost:
         name = request["task"]["environment"]
         environment = self._environments[name]
         assert takes_turns(environment)
-        limits = self._sections[name].limits(environment.limits)
+        section = self._sections[name]
         self._close_at_the_end()
-        return await self._episodes.open(request, self._load_chat(codec), self._context_tokens, environment, limits)
+        return await self._episodes.open(
+            request,
+            self._load_chat(codec),
+            self._context_tokens,
+            environment,
+            section.limits(environment.limits),
+            section.trained_roles,
+        )
 
     def _close_at_the_end(self) -> None:
         """From the first episode on, SIGTERM ends this process as the end of the runner's socket does."""

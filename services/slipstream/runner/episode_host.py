@@ -15,19 +15,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
 
 from slipstream.common.errors import ContextTooLong, SandboxAway
-from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Limits, Score
+from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Limits, Turn
 from slipstream.environments.chat import Chat
-from slipstream.environments.messages import Message, ToolSpec
+from slipstream.environments.roles import roles_of
 from slipstream.environments.tools import Sandbox, Tools
-from slipstream.environments.transcript import Prompt, Transcript
-from slipstream.runner.scores import score_as_json
+from slipstream.runner.scores import episode_score_as_json
+from slipstream.runner.seats import Seats
 from slipstream.runner.user_code import RAISED, away, given_up, told
 
 log = structlog.get_logger()
@@ -47,14 +47,11 @@ class _Open:
     limits: Limits
     episode: Episode
     tools: Tools
-    transcript: Transcript
-    history: list[Message]
-    """The present conversation."""
-    shown_tools: tuple[ToolSpec, ...]
+    seats: Seats
+    trained_roles: Sequence[str] = ()
+    """Empty: all."""
     turn_count: int = 0
     sampled_token_count: int = 0
-    samples_of: list[int] = field(default_factory=list[int])
-    """The sample of each turn."""
     call: asyncio.Task[Any] | None = None
     """What last called its code, and may still be at it."""
 
@@ -71,14 +68,22 @@ class EpisodeHost:
         self._numbers = itertools.count(secrets.randbits(40) << 20)
 
     async def open(
-        self, request: dict[str, Any], chat: Chat, context_tokens: int, environment: EpisodeEnvironment, limits: Limits
+        self,
+        request: dict[str, Any],
+        chat: Chat,
+        context_tokens: int,
+        environment: EpisodeEnvironment,
+        limits: Limits,
+        trained_roles: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """The answer to `open`."""
+        """The answer to `open`. `trained_roles`: of the environment's, those that train; empty is all."""
         task = request["task"]
         found = environment.task(task["split"], task["index"])
         async with asyncio.TaskGroup() as group:
             members = [
-                group.create_task(self._guard(self._begin(chat, context_tokens, environment, limits, found)))
+                group.create_task(
+                    self._guard(self._begin(chat, context_tokens, environment, limits, found, trained_roles))
+                )
                 for _ in range(request["count"])
             ]
         return {
@@ -145,45 +150,41 @@ class EpisodeHost:
             raise TimeoutError(f"{what} took longer than {limit_s:g} s") from None
 
     async def _begin(
-        self, chat: Chat, context_tokens: int, environment: EpisodeEnvironment, limits: Limits, task: Any
+        self,
+        chat: Chat,
+        context_tokens: int,
+        environment: EpisodeEnvironment,
+        limits: Limits,
+        task: Any,
+        trained_roles: Sequence[str],
     ) -> dict[str, Any]:
         tools = Tools(self._sandbox)
         episode = await self._within(limits, "setup", environment.setup(task, tools), tools)
         try:
-            transcript = Transcript(chat, context_tokens)
-            opened = _Open(
-                environment, limits, episode, tools, transcript, list(episode.messages), tuple(episode.tools)
-            )
+            first = str(getattr(episode, "role", ""))
+            seats = Seats(chat, context_tokens, roles_of(environment), episode.tools, first)
+            opened = _Open(environment, limits, episode, tools, seats, trained_roles)
+            seats.go_on(list(episode.messages))
+            text = seats.shown()
             prompt = self._prompt(opened)
         except BaseException:
             await self._close(episode)
             raise
         number = next(self._numbers)
         self._open[number] = opened
-        text = chat.show(opened.history, opened.shown_tools)
         return {"episode": number, "prompt": prompt, "text": text}
 
     def _prompt(self, opened: _Open) -> dict[str, Any]:
-        prompt: Prompt = opened.transcript.ask(opened.history, opened.shown_tools)
-        opened.samples_of.append(prompt.sample)
-        room = opened.transcript.room(prompt)
+        prompt, room = opened.seats.ask()
         if opened.limits.max_tokens:
             room = min(room, opened.limits.max_tokens - opened.sampled_token_count)
-        return {
-            "sample": prompt.sample,
-            "base_sample": prompt.base_sample,
-            "base_token_count": prompt.base_token_count,
-            "token_ids": prompt.new_token_ids,
-            "begun": prompt.begun,
-            "max_new_tokens": room,
-        }
+        return {**prompt, "max_new_tokens": room}
 
     async def _step(self, opened: _Open, request: dict[str, Any]) -> dict[str, Any]:
         token_ids: list[int] = request["token_ids"]
-        parsed = opened.transcript.answer(opened.samples_of[-1], token_ids, stopped=request["stopped"])
+        parsed = opened.seats.answer(token_ids, stopped=request["stopped"])
         opened.turn_count += 1
         opened.sampled_token_count += len(token_ids)
-        opened.history.append(parsed.message)
         limits = opened.limits
         last = (
             (limits.ends_when_cut and not parsed.message.stopped)
@@ -193,10 +194,8 @@ class EpisodeHost:
         said = list(parsed.refusals)
         if parsed.message.tool_calls or not parsed.refusals or last:
             answered = await self._within(limits, "a step", opened.episode.step(parsed.message), opened.tools)
-            if isinstance(answered, Context):
-                opened.history = list(answered.messages)
-                if answered.tools is not None:
-                    opened.shown_tools = tuple(answered.tools)
+            if isinstance(answered, Context | Turn):
+                opened.seats.go_on(answered)
                 said = []
             elif not answered:
                 return {"over": "done"}
@@ -204,7 +203,7 @@ class EpisodeHost:
                 said = [*answered, *said]
         if last:
             return {"over": "limit"}
-        opened.history += said
+        opened.seats.go_on(said)
         try:
             return {"prompt": self._prompt(opened)}
         except ContextTooLong:
@@ -212,16 +211,12 @@ class EpisodeHost:
 
     async def _score(self, opened: _Open) -> dict[str, Any]:
         score = await self._within(opened.limits, "the score", opened.episode.score(), opened.tools)
-        if not isinstance(score, Score):
-            raise TypeError(f"score of {opened.environment.name!r} must return a Score, got {type(score).__name__}")
-        conversations = [
-            [message.as_json() for message in opened.transcript.messages(sample)]
-            for sample in range(opened.transcript.sample_count)
-        ]
-        answers = [message.content for message in opened.history if message.role == "assistant"]
+        seats = opened.seats
         return {
-            "score": score_as_json(score, answers[-1] if answers else ""),
-            "conversations": conversations,
+            "score": episode_score_as_json(
+                score, seats.said, opened.environment, spoken=seats.spoken, trained=opened.trained_roles
+            ),
+            "conversations": seats.conversations(),
             "turn_count": opened.turn_count,
         }
 

@@ -69,7 +69,7 @@ class Member:
             if prompt.base_token_count:
                 rollout = self.samples[prompt.base_sample].branch(prompt.base_token_count, prompt.token_ids)
             else:
-                rollout = Rollout(prompt.token_ids)
+                rollout = Rollout(prompt.token_ids, prompt.role)
             self.samples.append(rollout)
         else:
             rollout = self.samples[prompt.sample]

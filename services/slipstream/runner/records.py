@@ -51,6 +51,7 @@ class Recorder:
             cached_token_count=sum(sample.cached_token_count for sample in finished.samples),
             prefix_query_token_count=sum(sample.prefix_query_token_count for sample in finished.samples),
             turn_count=finished.turn_count,
+            role_rewards=_role_rewards(finished),
             further_samples=[
                 runner_pb2.RolloutSample(**self._fields(f"{key}~{number}", sample, rows))
                 for number, sample in enumerate(further, 1)
@@ -62,6 +63,7 @@ class Recorder:
         return {
             "prompt_token_count": sample.prompt_token_count,
             "token_count": len(sample.token_ids),
+            "role": sample.role,
             "finish_reason": sample.finish_reason,
             "loss_ranges": [types_pb2.RowRange(start=start, end=end) for start, end in sample.sampled],
             "spans": sample.spans,
@@ -88,6 +90,16 @@ class Recorder:
             dtype=dtype,
             size_bytes=len(data),
         )
+
+
+def _role_rewards(finished: Finished) -> list[runner_pb2.RoleReward]:
+    """Of the roles that have a sample: a turn that the engine refused may have left one without."""
+    sampled = {sample.role for sample in finished.samples}
+    return [
+        runner_pb2.RoleReward(role=each.role, reward=each.reward, correct=each.correct, untrained=each.untrained)
+        for each in finished.score.roles
+        if each.role in sampled
+    ]
 
 
 def add_answers(

@@ -81,7 +81,9 @@ class Segment:
 class Rollout:
     """The tokens of one member from the first of its prompt on. The current turn's answer is their end."""
 
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int], role: str = "") -> None:
+        """`role`: whose turns these are, where the environment has roles."""
+        self.role = role
         self.prompt_token_count = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
         self.logprobs = [0.0] * len(prompt_token_ids)
@@ -115,7 +117,7 @@ class Rollout:
         What was sampled for this one is a prompt there, which trains here alone. Its rows are referred to, not moved
         or computed again.
         """
-        other = Rollout([*self.token_ids[:token_count], *token_ids])
+        other = Rollout([*self.token_ids[:token_count], *token_ids], self.role)
         if token_count in self._route_counts:
             other.routes = self.routes[: self._route_counts[token_count]]
             other.first_route_position = token_count - 1

@@ -9,7 +9,7 @@ import base64
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from slipstream.api.rollout.v1 import runner_pb2
@@ -67,6 +67,7 @@ def records_of(
             "reward": finished.score.reward,
             "correct": finished.score.correct,
             **({"detail": finished.score.detail} if finished.score.detail else {}),
+            **({"roles": [asdict(each) for each in finished.score.roles]} if finished.score.roles else {}),
             "turns": finished.turn_count,
             **_sample(finished.samples[0]),
             **({"further_samples": [_sample(each) for each in finished.samples[1:]]} if finished.samples[1:] else {}),
@@ -91,6 +92,7 @@ def _asked(assignment: runner_pb2.GroupAssignment, finished: Finished) -> dict[s
 def _sample(rollout: Rollout) -> dict[str, Any]:
     """One of a rollout's training samples."""
     return {
+        **({"role": rollout.role} if rollout.role else {}),
         "finish_reason": types_pb2.FinishReason.Name(rollout.finish_reason).removeprefix("FINISH_REASON_").lower(),
         "versions": [[span.token_count, str(PolicyVersion.from_proto(span.version))] for span in rollout.spans],
         "loss_ranges": [list(sampled) for sampled in rollout.sampled],

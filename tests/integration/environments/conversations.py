@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.environments.base import Context, EpisodeEnvironment, Score, Split
+from slipstream.environments.base import Context, EpisodeEnvironment, RoleScores, Score, Split, Turn
 from slipstream.environments.messages import Message, ToolCall
 from slipstream.environments.tools import Tools
 
@@ -62,6 +62,7 @@ async def play(
             said = model(history)
             history.append(said)
             answered = await episode.step(said)
+            assert not isinstance(answered, Turn), "`play_roles` plays games of several roles"
             if isinstance(answered, Context):
                 history[:] = answered.messages
                 played.contexts += 1
@@ -69,7 +70,50 @@ async def play(
                 break
             else:
                 history += answered
-        played.score = await episode.score()
+        score = await episode.score()
+        assert isinstance(score, Score)
+        played.score = score
         return played
+    finally:
+        await episode.close()
+
+
+@dataclass
+class PlayedRoles:
+    """A rollout of several roles that has ended."""
+
+    histories: dict[str, list[Message]]
+    score: RoleScores
+    order: list[str]
+    """Whose turn it was, one after the other."""
+
+
+async def play_roles(
+    environment: EpisodeEnvironment,
+    models: Mapping[str, Says],
+    *,
+    index: int = 0,
+    split: Split = "train",
+    max_turns: int | None = None,
+) -> PlayedRoles:
+    """One rollout in which each role has a script of its own, from its first messages to its scores."""
+    episode = await environment.setup(environment.task(split, index), Tools(None))
+    try:
+        role = str(getattr(episode, "role", ""))
+        histories = {role: list(episode.messages)}
+        order: list[str] = []
+        for _ in range(max_turns or environment.limits.max_turns):
+            order.append(role)
+            said = models[role](histories[role])
+            histories[role].append(said)
+            answered = await episode.step(said)
+            if not answered:
+                break
+            assert isinstance(answered, Turn)
+            role = answered.role
+            histories.setdefault(role, []).extend(answered.messages)
+        score = await episode.score()
+        assert isinstance(score, RoleScores)
+        return PlayedRoles(histories, score, order)
     finally:
         await episode.close()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from conversations import play, says
+from conversations import play, play_roles, says
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.config_adapters import TextArenaConfig
@@ -71,3 +71,57 @@ def test_a_game_that_cannot_be_played_is_refused(fields: dict[str, object], said
     with pytest.raises(ConfigError, match=r"^environments\.textarena: ") as caught:
         game(**fields)
     assert said in str(caught.value)
+
+
+def noughts(**fields: object) -> TextArena:
+    return game(game="TicTacToe-v0", players=2, **fields)
+
+
+FIRST, SECOND = "player-0", "player-1"
+
+
+async def test_two_players_see_what_the_other_did_and_have_a_reward_each() -> None:
+    scripts = {FIRST: says("[0]", "[1]", "my move is [2]"), SECOND: says("[4]", "[5]")}
+    played = await play_roles(noughts(), scripts)
+    assert played.order == [FIRST, SECOND, FIRST, SECOND, FIRST]
+    assert {role: (each.reward, each.correct) for role, each in played.score.scores.items()} == {
+        FIRST: (1.0, True),
+        SECOND: (-1.0, False),
+    }
+    heard = {role: "\n".join(m.content for m in messages[::2]) for role, messages in played.histories.items()}
+    # Each is told its own rules and the other's moves, and its own moves are what it said.
+    assert "You are Player 0" in heard[FIRST]
+    assert "You are Player 0" not in heard[SECOND]
+    assert "[player-1] [4]" in heard[FIRST]
+    assert "[player-0] [0]" in heard[SECOND]
+    assert "[player-0]" not in heard[FIRST]
+    assert [m.content for m in played.histories[SECOND][1::2]] == ["[4]", "[5]"]
+
+
+async def test_a_game_of_two_that_is_not_over_has_no_winner() -> None:
+    played = await play_roles(noughts(), {FIRST: says("[0]"), SECOND: says("[4]")}, max_turns=2)
+    assert [(each.reward, each.correct) for each in played.score.scores.values()] == [(0.0, False)] * 2
+
+
+async def test_an_opponent_plays_the_other_side_of_held_out_games() -> None:
+    environment = noughts(opponent="slipstream.environments.opponents:random_move")
+    assert environment.roles == (FIRST, SECOND)
+    moves = says("[0]", "[1]", "[2]", "[3]", "[4]", "[5]", "[6]", "[7]", "[8]")
+    first = await play_roles(environment, {FIRST: moves}, split="held_out")
+    assert set(first.histories) == set(first.score.scores) == {FIRST}
+    assert "Player 1 placed" in "".join(message.content for message in first.histories[FIRST])
+    second = await play_roles(environment, {SECOND: says("[9]")}, split="held_out", index=1)
+    assert set(second.score.scores) == {SECOND}
+    assert second.score.scores[SECOND].reward == -1.0
+    # The opponent's moves follow from the game's number: an episode that is begun again goes as before.
+    again = await play_roles(environment, {SECOND: says("[9]")}, split="held_out", index=1)
+    assert again.histories == second.histories
+    trained = await play_roles(environment, {FIRST: says("[0]"), SECOND: says("[4]")}, max_turns=2)
+    assert trained.order == [FIRST, SECOND]
+    always = noughts(opponent="slipstream.environments.opponents:random_move", opponent_plays="all")
+    assert set((await play_roles(always, {FIRST: says("[9]"), SECOND: says("[9]")})).histories) == {FIRST}
+
+
+def test_an_opponent_of_one_player_is_refused() -> None:
+    with pytest.raises(ValueError, match="a game for one player has none"):
+        game(opponent="slipstream.environments.opponents:random_move")

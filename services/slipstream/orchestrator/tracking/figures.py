@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_OF_EVALUATIONS = ("reward_mean", "pass_at_k", "tokens_mean", "truncated_fraction")
+_OF_EVALUATIONS = (
+    *("reward_mean", "pass_at_k", "tokens_mean", "truncated_fraction"),
+    *("reward_by_role", "accuracy_by_role"),
+)
 _LEFT_OUT = ("step", "time_s", "kind")
 
 
