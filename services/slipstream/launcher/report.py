@@ -77,6 +77,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "cached_token_fraction": cached_token_fraction(steps),
         "reward_first": steps[0].get("reward_mean") if steps else None,
         "reward_last": steps[-1].get("reward_mean") if steps else None,
+        "reward_by_role": next((step["reward_by_role"] for step in reversed(steps) if "reward_by_role" in step), None),
         "groups_trained": sum(int(step.get("groups_trained", 0)) for step in steps),
         "groups_trained_by_environment": trained_by_environment(steps),
         "groups_filtered": groups_filtered(records),

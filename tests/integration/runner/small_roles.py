@@ -1,4 +1,4 @@
-"""A game for two of a third party: they count down in turn from the task's number. `options.behaviour` says how it differs.
+"""A third party's game for two: they count down in turn from the task's number, which `options.behaviour` changes.
 
 The workers of these tests answer the last word they were told.
 """

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.algorithms.evaluation import Answer, bootstrap, pass_at_k, shown_ks, summarize, wilson
+from slipstream.algorithms.evaluation import Answer, RoleFigures, bootstrap, pass_at_k, shown_ks, summarize, wilson
 
 
 def test_pass_at_k_is_the_part_of_all_subsets_that_hold_a_right_answer():
@@ -61,3 +61,12 @@ def test_a_problem_counts_once_however_many_samples_it_has():
     assert summary.accuracy_interval == wilson(0.5, 2)
     with pytest.raises(ValueError, match="no answers"):
         summarize([])
+
+
+def test_each_role_has_a_mean_over_the_answers_in_which_it_had_a_turn():
+    first, both = {"white": (1.0, True)}, {"white": (0.0, False), "black": (0.5, True)}
+    problems = [
+        [Answer(True, 1.0, 1, False, first), Answer(False, 0.25, 1, False, both)],
+        [Answer(True, 1.0, 1, False)],
+    ]
+    assert summarize(problems).roles == {"white": RoleFigures(0.5, 0.5, 2), "black": RoleFigures(0.5, 1.0, 1)}

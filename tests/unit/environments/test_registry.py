@@ -18,8 +18,10 @@ from slipstream.environments.config import (
     ImportedConfig,
     SpellBackwardConfig,
 )
+from slipstream.environments.config_adapters import TextArenaConfig
 from slipstream.environments.listing import run
 from slipstream.environments.registry import EXTRAS, OWN, build_environments
+from slipstream.environments.roles import roles_of
 from slipstream.runner.config import RunnerConfig
 
 
@@ -137,3 +139,13 @@ def test_a_split_that_leaves_nothing_to_train_on_is_refused() -> None:
         ExpressionConfig(min_target=10, max_target=209)
     with pytest.raises(ValueError, match="min_word_len"):
         SpellBackwardConfig(min_word_len=7)
+
+
+def test_roles_that_train_are_roles_that_it_has() -> None:
+    two = TextArenaConfig(game="TicTacToe-v0", players=2, trained_roles=["player-1"])
+    assert roles_of(build_environments([two], seed=0)["textarena"]) == ("player-0", "player-1")
+    with pytest.raises(ConfigError, match="it has no role 'player1'; did you mean 'player-1'"):
+        build_environments([two.model_copy(update={"trained_roles": ["player1"]})], seed=0)
+    echo = ImportedConfig(name="echo", path="third_party:Echo", options={"greeting": ""}, trained_roles=["a"])
+    with pytest.raises(ConfigError, match="its roles: none"):
+        build_environments([echo], seed=0)

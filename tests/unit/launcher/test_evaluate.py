@@ -149,3 +149,21 @@ def test_the_result_is_a_table_json_and_a_page(tmp_path, capsys):
     assert "pass@k" in shown
     assert "k 4" in shown
     assert "\x1b" not in shown
+
+
+def test_roles_are_read_back_and_have_rows_of_their_own(run, tmp_path, write_lines, write_rollouts, capsys):
+    roles = [{"role": "w<b", "reward": 1.0, "correct": True}, {"role": "black", "reward": -1.0, "correct": False}]
+    played = [{**sample(task, 0, correct=True), "roles": roles} for task in range(2)]
+    write_rollouts(run / "rollouts" / "runner-1.evaluation.jsonl.zst", played)
+    told = {"kind": "evaluation", "name": "eval", "environment": "words", "step": 0, "accuracy": 1.0, "count": 2}
+    write_lines(run / "metrics.jsonl", [told])
+    result = result_of({"of": "a game"}, answers_of(RunDir(run), {"words": 2}, samples=1), seed=1)
+    assert result["environments"]["words"]["roles"]["black"] == {
+        "reward_mean": -1.0, "accuracy": 0.0, "answer_count": 2,
+    }  # fmt: skip
+    print_result(result)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "as black" in line]
+    assert row.split() == ["as", "black", "2", "0.0", "%", "-1.000"]
+    text = write_result(result, tmp_path / "1").read_text()
+    assert "words as w&lt;b" in text
+    assert "w<b" not in text

@@ -105,6 +105,21 @@ def test_success_rates_that_choose_tasks_are_drawn_by_part(tmp_path, write_lines
     assert json.loads((tmp_path / "report.json").read_text())["success_rate_by_environment"] == {"sums": 0.4}
 
 
+def test_rewards_by_role_are_drawn(tmp_path, write_lines):
+    write_lines(tmp_path / "metrics.jsonl", [
+        {"kind": "step", "time_s": float(step), "step": step, "reward_by_role": {"duel/white": 0.6, "duel/black": -0.6}}
+        for step in (1, 2)
+    ])  # fmt: skip
+    write_report(RunDir(tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    assert "Reward by role" in page
+    assert "duel/black" in page
+    assert json.loads((tmp_path / "report.json").read_text())["reward_by_role"] == {
+        "duel/white": 0.6,
+        "duel/black": -0.6,
+    }
+
+
 def test_overlap_is_training_time_with_any_decode_over_training_time(synthetic_run):
     # Training runs from 0.0 to 0.6 of each step, both decode workers from 0.1 to 0.9.
     assert build_report(read_run(synthetic_run))["overlap_fraction"] == pytest.approx(5 / 6, abs=1e-3)

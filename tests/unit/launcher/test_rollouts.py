@@ -225,3 +225,19 @@ def test_the_report_shows_the_best_the_worst_and_the_most_delayed(run):
     assert best < page.index("train-4.1.0") < worst < page.index("train-0.1.0") < delayed
     assert delayed < page.index("trained at step 3, lag 2", delayed) < page.index("train-0.1.0", delayed)
     assert "before-spell" not in page[best:]
+
+
+def test_roles_are_shown_with_their_rewards(run, capsys, write_rollouts):
+    roles = [
+        {"role": "white", "reward": 1.0, "correct": True},
+        {"role": "bl\x1back", "reward": -0.5, "untrained": True},
+    ]
+    further = [{**{name: rollout(7)[name] for name in ("token_ids", "loss_ranges", "versions")}, "role": "bl\x1back"}]
+    duel = rollout(7, group_id="train-duel", role="white", roles=roles, further_samples=further)
+    write_rollouts(run / "rollouts" / "runner-2.jsonl.zst", [duel])
+    _, table, _ = shown(capsys, "--group", "train-duel")
+    assert r"0.7 (white 1 ✓, bl\x1back -0.5 untrained)" in table
+    _, whole, _ = shown(capsys, "--show", "train-duel.1.0")
+    assert "sample 1, as white:" in whole
+    assert r"sample 2, as bl\x1back, from other tokens on:" in whole
+    assert r"white 1 ✓, bl\x1back -0.5 untrained" in whole

@@ -117,3 +117,15 @@ def test_figures_name_the_rates_of_a_few_parts():
     }
     chosen.forget_all_but([1])
     assert took(chosen, 1, 2, right=0) == {}  # still counted
+
+
+def test_a_rollout_of_several_roles_is_as_right_as_those_of_them_that_train():
+    chosen = curriculum()
+    roles = [
+        runner_pb2.RoleReward(role="white", correct=True),
+        runner_pb2.RoleReward(role="black", correct=False),
+        runner_pb2.RoleReward(role="judge", correct=True, untrained=True),
+    ]
+    assignment = runner_pb2.GroupAssignment(environment="sums", attempt=1, sample_count=4)
+    records = [runner_pb2.RolloutRecord(sample_index=index, role_rewards=roles) for index in range(4)]
+    assert chosen.took(assignment, records)["success"] == ["sums", 0, 0.5, 1]

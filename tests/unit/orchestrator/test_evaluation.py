@@ -48,6 +48,19 @@ def test_versions_of_all_tokens_are_told():
     assert (fields["accuracy"], fields["tokens_mean"], fields["count"], fields["step"]) == (0.5, 3.0, 2, 3)
 
 
+def test_roles_are_told_apart():
+    evaluation = Evaluation("step-3", {"duel": 1}, 3)
+    evaluation.take()
+    record = sample(True, 3)
+    record.role_rewards.add(role="white", reward=1.0, correct=True)
+    record.role_rewards.add(role="black", reward=-1.0)
+    evaluation.answer("step-3-duel-0", [record])
+    (result,) = evaluation.results()
+    fields = fields_of(result)
+    assert fields["reward_by_role"] == {"white": 1.0, "black": -1.0}
+    assert fields["accuracy_by_role"] == {"white": 1.0, "black": 0.0}
+
+
 def test_a_task_that_fails_again_and_again_is_wrong_and_a_lost_runner_is_not_its_fault():
     evaluation = Evaluation("e", {"words": 1}, 0, EvaluationConfig(samples=2))
     for attempt in range(1, MAX_ATTEMPTS + 3):

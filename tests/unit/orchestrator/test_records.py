@@ -10,6 +10,7 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import InvalidRequest
 from slipstream.common.version import PolicyVersion
+from slipstream.environments.base import MAX_REWARD
 from slipstream.orchestrator.records import check_records
 
 NEWEST = PolicyVersion(2, 100)
@@ -20,6 +21,7 @@ versions = st.builds(
     incarnation=st.integers(0, 3) | st.just(2**62),
     step=st.integers(0, 101) | st.just(2**62),
 )
+names, rewards = st.sampled_from(["", "white", "black"]), st.sampled_from([0.0, -1.0, 1e31])
 records = st.builds(
     runner_pb2.RolloutRecord,
     sample_index=st.integers(0, 5),
@@ -32,6 +34,8 @@ records = st.builds(
     ),
     token_ids=st.builds(types_pb2.RowsRef, dtype=st.sampled_from(["int32", "uint8"])),
     logprobs=st.builds(types_pb2.RowsRef, dtype=st.sampled_from(["float32", "int32"])),
+    role=names,
+    role_rewards=st.lists(st.builds(runner_pb2.RoleReward, role=names, reward=rewards), max_size=2),
 )
 
 
@@ -94,4 +98,35 @@ def test_what_passes_can_be_trained_on_as_it_is(rollouts):
             for version in (span.version, span.kv_oldest_version):
                 assert version.incarnation <= NEWEST.incarnation
                 assert version.step <= NEWEST.step
+        assert [each.role for each in record.role_rewards] == [record.role] * bool(record.role)
+        assert all(abs(each.reward) <= MAX_REWARD for each in record.role_rewards)
     assert len({record.sample_index for record in rollouts}) == len(rollouts)
+
+
+def of_roles(
+    *rewarded: str, role: str = "white", further: str = "black", reward: float = 1.0
+) -> runner_pb2.GroupReport:
+    report = sound(0)
+    (record,) = report.rollouts
+    record.role = role
+    record.role_rewards.extend(runner_pb2.RoleReward(role=name, reward=reward) for name in rewarded)
+    record.further_samples.add(
+        role=further, prompt_token_count=1, token_count=1, token_ids=record.token_ids, logprobs=record.logprobs
+    )
+    return report
+
+
+def test_each_sample_is_of_a_role_that_has_a_reward_and_each_of_those_has_a_sample():
+    check_records(ASSIGNMENT, of_roles("white", "black"), NEWEST)
+    check_records(ASSIGNMENT, of_roles("white", further="white"), NEWEST)
+    for wrong in (
+        of_roles("white"),
+        of_roles("white", "black", "red"),
+        of_roles("white", further=""),
+        of_roles("white", "white", "black"),
+        of_roles("white", "black", reward=1e31),
+        of_roles(),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            check_records(ASSIGNMENT, wrong, NEWEST)
+        assert refused.value.metadata["field"] == "rollouts[0].role_rewards"
