@@ -81,6 +81,18 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def name_directory(made: Path, path: Path) -> None:
+    """Give a directory whose files are on disk its name, for good: an outage leaves the whole of it or nothing. Blocks.
+
+    Raises:
+        DiskFull: there is no room.
+    """
+    sync_directory(made)
+    with full_disk_named(path):
+        made.rename(path)
+    sync_directory(path.parent)
+
+
 class AppendFile:
     """Appends whole records to a file that is made again when somebody removes it.
 

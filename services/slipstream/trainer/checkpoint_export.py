@@ -13,8 +13,8 @@ import sys
 import torch
 
 from slipstream.common.config import ConfigError, load_config, parse_arguments
-from slipstream.common.disk import replace_file
-from slipstream.common.errors import CheckpointFailed, SlipstreamError
+from slipstream.common.disk import name_directory, replace_file, sync_directory
+from slipstream.common.errors import SlipstreamError
 from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import CHAT_FILES, TOKENIZER_FILE
 from slipstream.models.checkpoint import save_tensors, to_hf
@@ -31,9 +31,7 @@ def export(config: TrainerConfig, version: PolicyVersion) -> None:
     target, scratch = root / "exported" / str(version), root / "exported" / f".writing-{version}"
     if target.exists():
         return
-    saved = CheckpointStore(root).find(version)
-    if saved is None:
-        raise CheckpointFailed(f"{root / str(version)} is not complete, or no longer there", path=root)
+    saved = CheckpointStore(root).whole(version)
     sizes = load_sizes(config.model_dir)
     model = extended(config, find_architecture(sizes.architecture).build_model(sizes))
     with torch.no_grad():
@@ -43,7 +41,8 @@ def export(config: TrainerConfig, version: PolicyVersion) -> None:
     for name in (TOKENIZER_FILE, *CHAT_FILES):
         if (config.model_dir / name).is_file():
             replace_file(scratch / name, (config.model_dir / name).read_bytes())
-    scratch.rename(target)
+    name_directory(scratch, target)
+    sync_directory(root)  # it may be the first that is exported
 
 
 def main() -> None:

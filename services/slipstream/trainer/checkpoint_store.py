@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from slipstream.common.crc import crc32
-from slipstream.common.disk import full_disk_named, make_directory, replace_file, sync_directory
+from slipstream.common.disk import make_directory, name_directory, replace_file
 from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
 
@@ -68,7 +68,18 @@ class CheckpointStore:
         return None
 
     def find(self, version: PolicyVersion) -> Saved | None:
-        """That of a version, if it is complete."""
+        """That of a version, if it is complete. What is wrong with one that is damaged goes to the log."""
+        path = self.root / str(version)
+        if not (path / MARKER_FILE).exists():
+            return None
+        try:
+            return self.whole(version)
+        except CheckpointFailed as error:
+            log.warning("checkpoint_unreadable", path=str(path), detail=error.message)
+            return None
+
+    def whole(self, version: PolicyVersion) -> Saved:
+        """That of a version, every byte of it as it was written. Raises `CheckpointFailed` with what is wrong."""
         return _read(self.root / str(version), version)
 
     def versions(self) -> list[PolicyVersion]:
@@ -77,10 +88,10 @@ class CheckpointStore:
 
     def at(self, version: PolicyVersion) -> Saved:
         """One that another rank has found complete. Raises `CheckpointFailed` where it is not to be seen here."""
-        saved = _read(self.root / str(version), version, with_tensors=False)
-        if saved is None:
-            raise CheckpointFailed(f"rank 0 resumes from {self.root / str(version)}, which is not complete here")
-        return saved
+        try:
+            return _read(self.root / str(version), version, with_tensors=False)
+        except CheckpointFailed as error:
+            raise CheckpointFailed(f"rank 0 resumes from one that is not here: {error.message}") from error
 
     def scratch(self, version: PolicyVersion) -> Path:
         """Where it is written."""
@@ -100,9 +111,7 @@ class CheckpointStore:
         state = {"version": str(version), "figures": figures}
         replace_file(scratch / STATE_FILE, json.dumps(state, indent=1).encode() + b"\n")
         shutil.rmtree(target, ignore_errors=True)  # a remnant without its marker
-        with full_disk_named(target):
-            scratch.rename(target)
-        sync_directory(self.root)
+        name_directory(scratch, target)
         checksums = {name: file_checksum(target / name) for name in (METADATA_FILE, STATE_FILE)}
         replace_file(target / MARKER_FILE, json.dumps(checksums).encode() + b"\n")
         self._prune()
@@ -142,23 +151,46 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(path: Path, version: PolicyVersion, *, with_tensors: bool = True) -> Saved | None:
-    """The checkpoint in a directory, or None if it is not complete. `with_tensors`: look through their files, too."""
-    marker = path / MARKER_FILE
-    if not marker.exists():
-        return None
+def _read(path: Path, version: PolicyVersion, *, with_tensors: bool = True) -> Saved:
+    """The checkpoint in a directory. `with_tensors`: look through their files, too. Raises `CheckpointFailed`."""
+    found, detail = path, "it has no COMPLETE: it is gone, or was never written to its end"
     try:
-        if json.loads(marker.read_text()) != {name: file_checksum(path / name) for name in (METADATA_FILE, STATE_FILE)}:
-            raise ValueError(f"{METADATA_FILE} or {STATE_FILE} is not as it was written")
-        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
-        checksums: dict[str, int] = json.loads((path / METADATA_FILE).read_text())["files"] if with_tensors else {}
-        wrong = [name for name, checksum in checksums.items() if file_checksum(path / name) != checksum]
-        if wrong or state["version"] != str(version):
-            raise ValueError(f"not as it was written: {', '.join(wrong) or state['version']}")
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        log.warning("checkpoint_unreadable", path=str(path), detail=str(error))
-        return None
-    return Saved(version, path, state["figures"])
+        if not (path / MARKER_FILE).exists():
+            raise ValueError(detail)
+        found = path / MARKER_FILE
+        document = json.loads(found.read_text())
+        written: dict[str, int] = {name: document[name] for name in (METADATA_FILE, STATE_FILE)}
+        for name, checksum in written.items():
+            found = path / name
+            _check_file(found, checksum)
+        state: dict[str, Any] = json.loads(found.read_text())
+        if state["version"] != str(version):
+            raise ValueError(f"it is of version {state['version']}")
+        found = path / METADATA_FILE
+        metadata = json.loads(found.read_text())
+        for name, checksum in metadata["files"].items() if with_tensors else ():
+            found = path / name
+            _check_file(found, checksum, metadata.get("sizes", {}).get(name))
+        return Saved(version, path, state["figures"])
+    except FileNotFoundError:
+        detail = "the file is missing"
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        detail = f"it does not hold what it should: {type(error).__name__} {error}"
+    except json.JSONDecodeError as error:
+        detail = f"it is no JSON: {error}"
+    except (OSError, ValueError) as error:
+        detail = str(error)
+    raise CheckpointFailed(f"{found}: {detail}", path=found)
+
+
+def _check_file(path: Path, checksum: int, size_bytes: int | None = None) -> None:
+    """Raise `ValueError` unless a file is as it was written. Those of older checkpoints have no size on record."""
+    has_bytes = path.stat().st_size
+    if size_bytes is not None and has_bytes != size_bytes:
+        raise ValueError(f"it has {has_bytes} bytes, and {size_bytes} were written")
+    has = file_checksum(path)
+    if has != checksum:
+        raise ValueError(f"its {has_bytes} bytes have the checksum {has:08x}, and those written had {checksum:08x}")
 
 
 def file_checksum(path: Path) -> int:

@@ -75,7 +75,7 @@ class SafetensorsWriter(StorageWriter):
         save_file(tensors, path)
         with path.open("rb") as written:
             os.fsync(written.fileno())
-        where = (file, file_checksum(path))
+        where = (file, file_checksum(path), path.stat().st_size)
         results = [WriteResult(item.index, tensors[_key(item.index)].nbytes, where) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -83,9 +83,11 @@ class SafetensorsWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         file_of = {_key(result.index): result.storage_data[0] for part in results for result in part}
+        written = {result.storage_data for part in results for result in part}
         document = {
             "format": 1,
-            "files": dict(result.storage_data for part in results for result in part),
+            "files": {file: checksum for file, checksum, _ in written},
+            "sizes": {file: size_bytes for file, _, size_bytes in written},
             "tensors": {name: _described(name, found, file_of) for name, found in metadata.state_dict_metadata.items()},
         }
         replace_file(self._directory / METADATA_FILE, json.dumps(document).encode() + b"\n")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from slipstream.common.disk import AppendFile, LogFile, PatientFile, replace_file, with_older
+from slipstream.common.disk import AppendFile, LogFile, PatientFile, name_directory, replace_file, with_older
 from slipstream.common.errors import DiskFull
 
 LINE = b"x" * 999 + b"\n"
@@ -109,6 +110,28 @@ def test_a_whole_file_is_replaced_or_left_as_it_was(small_disk):
     assert list(disk.path.iterdir()) == [path]
     replace_file(path, b"new")
     assert path.read_bytes() == b"new"
+
+
+def test_a_directory_is_on_disk_before_it_has_its_name_and_its_name_is_after(tmp_path: Path, monkeypatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    made, named = tmp_path / ".making", tmp_path / "made"
+    made.mkdir()
+    replace_file(made / "a", b"a")
+    name_directory(made, named)
+    assert (named / "a").read_bytes() == b"a"
+    assert events == [f"{made}/a.new", str(made), str(made), "renamed", str(tmp_path)]
 
 
 def test_log_lines_that_find_no_room_are_counted_and_never_raised(small_disk):

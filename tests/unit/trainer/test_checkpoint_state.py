@@ -61,7 +61,7 @@ def test_a_checkpoint_becomes_a_model_directory_with_its_adapters_merged(tmp_pat
     target = Target.of(CheckpointStore(tmp_path / "checkpoints"), PolicyVersion(1, 1), {})
     save_async(model, optimizer, {}, target, None).wait()
     config = TrainerConfig(run_dir=tmp_path, lora=LoraConfig(rank=2) if adapters else None)
-    with pytest.raises(CheckpointFailed, match=r"1\.2 is not complete"):
+    with pytest.raises(CheckpointFailed, match=r"1\.2: it has no COMPLETE"):
         export(config, PolicyVersion(1, 2))
     export(config, PolicyVersion(1, 1))
     exported = tmp_path / "checkpoints" / "exported" / "1.1"

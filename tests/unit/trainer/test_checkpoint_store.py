@@ -17,7 +17,8 @@ def put(store: CheckpointStore, incarnation: int, step: int) -> None:
     version = PolicyVersion(incarnation, step)
     scratch = store.begin(version)
     (scratch / "rank-00000.safetensors").write_bytes(b"1234")
-    (scratch / "metadata.json").write_text(json.dumps({"files": {"rank-00000.safetensors": zlib.crc32(b"1234")}}))
+    metadata = {"files": {"rank-00000.safetensors": zlib.crc32(b"1234")}, "sizes": {"rank-00000.safetensors": 4}}
+    (scratch / "metadata.json").write_text(json.dumps(metadata))
     store.commit(version, {"loss": 0.5})
 
 
@@ -74,6 +75,32 @@ def test_one_that_is_not_whole_is_passed_over(tmp_path, file, damage):
     assert newest(store).version == PolicyVersion(1, 1)
     put(store, 2, 2)
     assert newest(store).version == PolicyVersion(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "cause"),
+    [
+        ("rank-00000.safetensors", None, "the file is missing"),
+        ("rank-00000.safetensors", b"123", "it has 3 bytes, and 4 were written"),
+        ("rank-00000.safetensors", b"1235", "its 4 bytes have the checksum ece4d035, and those written had 9be3e0a3"),
+        ("metadata.json", None, "the file is missing"),
+        ("state.json", b"{}", "its 2 bytes have the checksum"),
+        ("COMPLETE", b"{", "it is no JSON"),
+        ("COMPLETE", b"7", "it does not hold what it should"),
+        ("COMPLETE", None, "it has no COMPLETE: it is gone, or was never written to its end"),
+    ],
+)
+def test_a_damaged_one_is_refused_with_the_file_and_what_is_wrong_with_it(tmp_path, file, data, cause):
+    store = CheckpointStore(tmp_path)
+    put(store, 1, 1)
+    assert store.whole(PolicyVersion(1, 1)) == newest(store)
+    path = tmp_path / "1.1" / file
+    path.write_bytes(data) if data is not None else path.unlink()
+    with pytest.raises(CheckpointFailed) as refused:
+        store.whole(PolicyVersion(1, 1))
+    assert cause in refused.value.message
+    assert refused.value.metadata["path"] in (str(path), str(path.parent))
+    assert store.find(PolicyVersion(1, 1)) is None
 
 
 def test_no_incarnation_is_opened_twice(tmp_path):
