@@ -99,6 +99,8 @@ class Runs:
                 yield {"fp8_warm_up_s": times}
             else:
                 yield {"fp8": self.rate(min(times[self._arguments.warm_up :]))}
+        if self._arguments.profile and self._arguments.only == "fp8":
+            write_profile(lambda: rl.run(self._batches(0)[:1]), self._arguments.profile, self._device)
 
     def bare(self) -> Iterator[Figures]:
         """torchtitan's step."""

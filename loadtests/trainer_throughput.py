@@ -35,7 +35,7 @@ import torch
 from trainer_runs import Figures, Runs, device_name, free
 from trainer_shapes import SHAPES
 
-from slipstream.models import head
+from slipstream.models import expert_rows, head
 
 CONTEXT = 16384
 REPLAY_BUDGET = 1.03
@@ -92,7 +92,8 @@ def ease(failure: str, arguments: argparse.Namespace, found: Figures) -> None:
         found["checkpointing"] = "full"
     else:
         head.FUSED_ON.clear()
-        found["head"] = "plain operators"
+        expert_rows.FUSED_ON.clear()
+        found["kernels"] = "plain operators"
     print(f"FAILED: rl: {failure}; once more, eased", flush=True)
 
 
@@ -210,7 +211,8 @@ def main(argv: list[str] | None = None) -> int:
 
         activate_flash_attention_impl(arguments.flash)
     if arguments.profile and arguments.profile.is_dir():
-        arguments.profile /= f"profile-{arguments.shape}.txt"
+        kind = f"-{arguments.only}" if arguments.only else ""
+        arguments.profile /= f"profile-{arguments.shape}{kind}.txt"
 
     def out(found: Figures) -> None:
         if arguments.out:

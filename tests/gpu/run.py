@@ -70,7 +70,7 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 PARTS: dict[str, tuple[int, list[str]]] = {
     "step_lora": (140, [*STEP, "--shape", "qwen3-30b-a3b-lora", "--micro-batches", "4", "--warm-up", "1"]),
     "step_moe": (150, [*STEP, "--shape", "moe-1b", "--warm-up", "1"]),
-    "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "1"]),
+    "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "3"]),
     "load_updates": (
         150,
         [*LOAD, *MEDIUM.split(), "--parts", "updates", "--seconds", "4", "--engine", '{"compiled": false}'],

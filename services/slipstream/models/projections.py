@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.models.expert_rows import gated
 from slipstream.models.grouped import grouped_product, takes_kernel
 
 
@@ -29,7 +30,8 @@ class ProjectedExperts:
         """Outputs in the order of `x_RD`, whose rows are sorted by expert."""
         gate_RF = self.project("w1_EFD", x_RD, num_tokens_per_expert_E)
         up_RF = self.project("w3_EFD", x_RD, num_tokens_per_expert_E)
-        hidden_RF = getattr(self, "activation", F.silu)(gate_RF) * up_RF
+        activation = getattr(self, "activation", F.silu)
+        hidden_RF = gated(gate_RF, up_RF) if activation is F.silu else activation(gate_RF) * up_RF
         return self.project("w2_EDF", hidden_RF, num_tokens_per_expert_E).type_as(x_RD)
 
     def project(self, name: str, x: Tensor, counts_E: Tensor) -> Tensor:

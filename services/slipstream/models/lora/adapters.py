@@ -38,9 +38,15 @@ class Site:
     """Of the matrix's rows in the parameter, counted in rows."""
     first_row: int
 
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """Those that hold the halves, of all experts where they are stacked."""
+        a, b = (getattr(self.module, adapter_name(self.parameter, half)) for half in (LORA_A, LORA_B))
+        return a, b
+
     def halves(self) -> tuple[Tensor, Tensor]:
         """`[rank, in]` and `[out, rank]`."""
-        a, b = (_whole(getattr(self.module, adapter_name(self.parameter, half))) for half in (LORA_A, LORA_B))
+        a, b = map(_whole, self.parameters)
         b, rank = b.contiguous(), b.shape[-1]
         start = b.storage_offset() + self.first_row * rank
         rows = b.as_strided((*self.shape, rank), (*(stride * rank for stride in self.strides), 1), start)
@@ -53,6 +59,11 @@ class Adapters:
     def __init__(self, config: AdapterConfig, sites: dict[str, Site]) -> None:
         self.config = config
         self._sites = sites
+        self._adapted = list({(site.module, site.parameter): site for site in sites.values()}.values())
+        """One of each parameter that has an adapter."""
+        self._views: dict[str, Tensor] = {}
+        self._made_anew: dict[str, Site] = {}
+        self._places: tuple[int, ...] = ()
 
     @property
     def modules(self) -> list[str]:
@@ -62,11 +73,22 @@ class Adapters:
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """Both halves of each, by the names that PEFT gives them. Some share memory with the live parameters."""
+        places = tuple(start_of(parameter) for site in self._adapted for parameter in site.parameters)
+        if places != self._places:
+            self._places, self._made_anew, live = places, {}, set(places)
+            self._views = self._tensors(self._sites)
+            for name, site in self._sites.items():
+                names = _names_of(name)
+                if not all(start_of(self._views[each]) in live for each in names):
+                    self._made_anew[name] = site
+                    self._views |= dict.fromkeys(names, torch.empty(0))  # to keep the order, not the memory
+        # Those of experts are tens of thousands, and the same each time.
+        return {**self._views, **self._tensors(self._made_anew)}
+
+    def _tensors(self, sites: dict[str, Site]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for name, site in self._sites.items():
-            module = PREFIX + name.removesuffix(".weight")
-            a, b = site.halves()
-            found |= {f"{module}.lora_A.weight": a.contiguous(), f"{module}.lora_B.weight": b.contiguous()}
+        for name, site in sites.items():
+            found |= zip(_names_of(name), (half.contiguous() for half in site.halves()), strict=True)
         return found
 
     @torch.no_grad()
@@ -116,6 +138,12 @@ def attach(model: Model, config: AdapterConfig, seed: int) -> Adapters:
     adapters = Adapters(config, sites)
     tree.adapters = adapters
     return adapters
+
+
+def _names_of(name: str) -> tuple[str, str]:
+    """Of both halves, by the name of the matrix."""
+    module = PREFIX + name.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def adapters_of(model: Model) -> Adapters | None:

@@ -27,7 +27,7 @@ class Adapted:
     def forward(self, x: Tensor) -> Tensor:
         """The layer's own output, and the adapter's."""
         base = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
-        return base + self.lora_scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return base + F.linear(self.lora_scale * F.linear(x, self.lora_a), self.lora_b)
 
 
 class AdaptedExperts(ProjectedExperts):
@@ -42,8 +42,8 @@ class AdaptedExperts(ProjectedExperts):
         if a is None:
             return base
         b = getattr(self, adapter_name(name, LORA_B))
-        narrow = grouped_linear(x, own_part(a), counts_E)
-        return base + self.lora_scale * grouped_linear(narrow, own_part(b), counts_E)
+        narrow = self.lora_scale * grouped_linear(x, own_part(a), counts_E)  # where it is narrow
+        return base + grouped_linear(narrow, own_part(b), counts_E)
 
 
 def adapter_name(parameter: str, half: str) -> str:

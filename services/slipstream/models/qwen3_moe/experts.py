@@ -2,7 +2,8 @@
 
 torchtitan's own nodes compute in bfloat16 with a grouped kernel, which on a card is what is taken here, too, unless
 float32 is asked for. They add results by an index: on a CPU gathering rows by the inverse permutation is several times
-faster, also in the backward pass, where a gather replaces an accumulation by index.
+faster, also in the backward pass, where a gather replaces an accumulation by index. On a card kernels of our own add up
+the rows of a token and multiply gates (`models/expert_rows.py`), which plain operators do in several passes.
 
 T = tokens, K = experts a token, N = T*K routed rows, D = width, F = hidden width of an expert, E = experts.
 """
@@ -16,26 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.models.expert_rows import FUSED_ON, GatherRows, add_up, gated
 from slipstream.models.grouped import takes_kernel
 from slipstream.models.titan import GroupedExperts, LocalTokenDispatcher
-
-
-class GatherRows(torch.autograd.Function):
-    """Rows of `x` by `index_N`; the gradient is gathered too: `inverse_TK` says where each row of `x` went.
-
-    Every row of `x` must be taken exactly K times (`inverse_TK` is `[T, K]`).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, index_N: Tensor, inverse_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_TK)
-        return x_TD.index_select(0, index_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        (inverse_TK,) = ctx.saved_tensors
-        rows_ND = grads[0].index_select(0, inverse_TK.reshape(-1))
-        return rows_ND.view(*inverse_TK.shape, rows_ND.shape[-1]).sum(1), None, None
 
 
 @dataclass(frozen=True)
@@ -68,6 +52,9 @@ class PermutingDispatcher(LocalTokenDispatcher):
         self, routed_output_RD: Tensor, metadata: Permutation, x_TD: Tensor
     ) -> Tensor:
         """Weighted sum of each token's experts."""
+        if x_TD.device.type in FUSED_ON:
+            places_TK = metadata.inverse_N.view(-1, self.top_k)
+            return add_up(routed_output_RD, places_TK, metadata.scores_TK, x_TD.dtype)
         rows_ND = GatherRows.apply(routed_output_RD, metadata.inverse_N, metadata.order_N.view(-1, 1))
         rows_TKD = rows_ND.view(x_TD.shape[0], self.top_k, x_TD.shape[-1])
         return (rows_TKD * metadata.scores_TK.unsqueeze(2)).sum(1).to(x_TD.dtype)
@@ -92,7 +79,7 @@ class SplitExperts(GroupedExperts):
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Outputs in the order of `x_RD`, whose rows are sorted by expert."""
         if takes_kernel(x_RD) and self.activation is F.silu:
-            return super().forward(x_RD, num_tokens_per_expert_E)  # one grouped kernel, in bfloat16
+            return self._grouped(x_RD, num_tokens_per_expert_E)
         # unbind: one backward node a weight; indexing would make a full-size zero gradient for each expert.
         weights = zip(*(_local(w).unbind(0) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)), strict=True)
         splits = x_RD.split(num_tokens_per_expert_E.tolist())
@@ -102,3 +89,11 @@ class SplitExperts(GroupedExperts):
                 for x, (w1, w2, w3) in zip(splits, weights, strict=True)
             ]
         )
+
+    def _grouped(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """One grouped kernel for each of the three products, in bfloat16."""
+        ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        rows_RD = x_RD.bfloat16()
+        w1, w2, w3 = (_local(w).bfloat16().transpose(-2, -1) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        gate_RF, up_RF = (self._grouped_mm(A=rows_RD, B_t=w, offs=ends_E) for w in (w1, w3))
+        return self._grouped_mm(A=gated(gate_RF, up_RF), B_t=w2, offs=ends_E).type_as(x_RD)
