@@ -48,10 +48,10 @@ def _take_apart(rows, places, scores, grads, row_grads, score_grads, width, K: t
             inside = columns < width
             grad = tl.load(grads + token * width + columns, mask=inside, other=0.0).to(tl.float32)
             values = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-            total += tl.sum(grad * values, 0)
-            part = (grad * score).to(row_grads.dtype.element_ty)
+            total = total + tl.sum(grad * values, 0)  # pyright: ignore[reportOperatorIssue]
+            part = (score * grad).to(row_grads.dtype.element_ty)
             tl.store(row_grads + row * width + columns, part, mask=inside)
-        tl.store(score_grads + token * K + k, total.to(score_grads.dtype.element_ty))
+        tl.store(score_grads + token * K + k, total)
 
 
 @triton.jit
