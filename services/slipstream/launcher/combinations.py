@@ -25,6 +25,9 @@
 | a lease shorter than two heartbeats | it ends while its runner lives |
 | cards that cannot be shared out (`cards.py`) | two ranks would take the same one |
 | workers asked more rarely than they count as away | they are away between two questions |
+| a time in which nothing can happen (`impossible.py`) | it is over before anything answers |
+| more parts of a curriculum than tasks | a part without a task is never asked |
+| less memory for an environment than a process takes | it is ended as soon as it starts |
 
 What looks alike and works: micro-batches shorter than a sequence (it gets one of its own), a rate that rises for longer
 than the run lasts, more groups running than engines have room for (they wait).
@@ -41,7 +44,7 @@ from slipstream.engine.vllm.families import why_not
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.environments.config import ExpressionConfig
 from slipstream.environments.config_own import PythonCodeConfig, TerminalConfig
-from slipstream.launcher import cards
+from slipstream.launcher import cards, impossible
 from slipstream.launcher.config import RunConfig
 
 Problem = tuple[tuple[str, ...], str]
@@ -320,6 +323,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _sandbox,
     _leases,
     cards.problems,
+    impossible.problems,
 )
 
 

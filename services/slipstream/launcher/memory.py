@@ -19,6 +19,15 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return available if left is None else min(available, left)
 
 
+def total_bytes(proc: Path = PROC) -> int:
+    """Memory of the machine, whoever has it now."""
+    return next(
+        int(line.split()[1]) * 1024
+        for line in (proc / "meminfo").read_text().splitlines()
+        if line.startswith("MemTotal:")
+    )
+
+
 def cgroup_left_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """What the tightest memory limit around this process leaves; None without one. File cache counts as free."""
     left: list[int] = []

@@ -19,6 +19,7 @@ from slipstream.environments.config import EntryPointConfig, ImportedConfig
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.preflight_engines import check_engines
+from slipstream.launcher.preflight_machine import check_machine
 from slipstream.models.base import Sizes
 from slipstream.orchestrator.tracking.feed import require_libraries
 from slipstream.trainer.config import TrainerConfig
@@ -58,6 +59,7 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
         require_libraries(orchestrator.tracking, origins.located("orchestrator.tracking"))
         _bubblewrap(config, origins)
         try_certificates(config.tls)
+        check_machine(config, origins, workers_here=workers_here)
     _environments(config, origins, sizes, trainer.initial_model)
 
 

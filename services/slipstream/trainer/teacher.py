@@ -34,6 +34,8 @@ def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = "trainer.lo
         raise ConfigError(
             f"{where} has a context of {sizes.max_context_tokens} tokens; the run's is {student.max_context_tokens}"
         )
+    if 0 < sizes.vocab_size < student.vocab_size:  # some pad theirs: what is beyond it could not be looked up
+        raise ConfigError(f"{where} has a vocabulary of {sizes.vocab_size} tokens; the run's is {student.vocab_size}")
     try:
         same = _tokens(teacher) == _tokens(config.initial_model)
     except ConfigError as error:

@@ -191,6 +191,7 @@ def test_a_teacher_is_loaded_from_a_model_directory(tmp_path, teacher):
     [
         ("gone", "is no directory"),
         ("context", "has a context of 64 tokens; the run's is 128"),
+        ("vocabulary", " tokens; the run's is 4096"),
         ("tokenizer", "has another tokenizer than the run"),
         ("weights", "has no *.safetensors"),
         ("tokenizer file", "tokenizer.json cannot be read"),
@@ -203,6 +204,8 @@ def test_a_teacher_that_cannot_judge_this_run_is_refused(tmp_path, teacher, brok
         asked = config(tmp_path / "run", DistillationLossConfig(teacher=tmp_path / "nowhere"))
     elif broken == "context":
         asked = asked.model_copy(update={"model": TINY.model_copy(update={"max_context_tokens": 128})})
+    elif broken == "vocabulary":
+        asked = asked.model_copy(update={"model": TINY.model_copy(update={"vocab_size": 4096})})
     elif broken == "tokenizer":
         file = teacher / "tokenizer.json"
         file.write_text(file.read_text().replace("<|pad|>", "<|fill|>"))
