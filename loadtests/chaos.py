@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 
 import psutil
-from chaos_shape import Shape
+from chaos_kv import KvHits
+from chaos_shape import CHECKPOINT_STEPS, Shape
 from run_process import RunProcess, launching, of_kind, read_lines
 
 from slipstream.common.version import PolicyVersion
@@ -60,6 +61,8 @@ class Kill:
     replica: str
     ended_positions: int
     time_s: float
+    kv_hit_tokens: int = 0
+    """Found in tiers of KV until then."""
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Outcome:
     figures: dict[str, object]
     """What `journal_check` counted."""
     kills: list[Kill] = field(default_factory=list[Kill])
+    kv_hit_tokens: int = 0
+    """Prompt tokens whose KV was found in host memory or on disk."""
 
 
 class Growing:
@@ -82,6 +87,8 @@ class Growing:
         self.ended: set[int] = set()
         """Positions whose rollouts have ended, one way or another."""
         self.record_count = 0
+        self.trained_step = 0
+        """The newest."""
         self._path = run_path / "journal" / "journal.jsonl"
         self._offset_bytes = 0
 
@@ -99,6 +106,13 @@ class Growing:
             record = json.loads(line.partition(b" ")[2])
             if record["kind"] in ("reported", "ended"):
                 self.ended.add(record["position"])
+            if record["kind"] == "trained":
+                self.trained_step = record["step"]
+
+    @property
+    def between_checkpoints(self) -> bool:
+        """Whether a trainer that is killed now has steps to take once more, also if it ends another one meanwhile."""
+        return 1 <= self.trained_step % CHECKPOINT_STEPS < CHECKPOINT_STEPS - 1
 
 
 class Chaos:
@@ -122,6 +136,7 @@ class Chaos:
         self._say = say
         self._replicas = self._drawn()
         self._journal = Growing(run.path)
+        self.kv = KvHits(run.path)
 
     def kill_by_progress(self, count: int) -> None:
         """Kill so often, spread over the positions from a twentieth to nine tenths of them."""
@@ -156,11 +171,14 @@ class Chaos:
         replica = next(self._replicas)
         time.sleep(self._random.random() * 0.3)
         self._await(lambda: self._pid(replica) is not None)
+        if replica.startswith("trainer"):
+            last = self.positions - 2 * GROUPS_PER_STEP  # near the end no more steps may come
+            self._await(lambda: self._between_checkpoints() or self._ended() >= last)
         pid = self._pid(replica)
         if pid is None or self.run.process.poll() is not None:
             return
         os.kill(pid, signal.SIGKILL)
-        self.kills.append(Kill(replica, self._ended(), time.monotonic()))
+        self.kills.append(Kill(replica, self._ended(), time.monotonic(), self.kv.tokens))
         self._say(f"{len(self.kills)}: killed {replica} when {self.kills[-1].ended_positions} positions had ended")
 
     def _pid(self, replica: str) -> int | None:
@@ -171,6 +189,10 @@ class Chaos:
         self._journal.read()
         return len(self._journal.ended)
 
+    def _between_checkpoints(self) -> bool:
+        self._journal.read()
+        return self._journal.between_checkpoints
+
     def _await(self, condition: Callable[[], Any]) -> None:
         moved_s, before = time.monotonic(), 0
         while not condition():
@@ -179,6 +201,7 @@ class Chaos:
                     return
                 raise Lost(f"the run ended early:\n{self.run.output}")
             self._journal.read()
+            self.kv.read()
             if self._journal.record_count != before:
                 moved_s, before = time.monotonic(), self._journal.record_count
             if time.monotonic() - moved_s > STUCK_S:
@@ -247,8 +270,22 @@ def live(
         if left:
             raise Lost(f"left behind: {left}")
         outcome = check(run.path, positions)
-        outcome.kills = chaos.kills
+        outcome.kills, outcome.kv_hit_tokens = chaos.kills, chaos.kv.tokens
+        check_kv(outcome, shape)
         return outcome
+
+
+def check_kv(outcome: Outcome, shape: Shape) -> None:
+    """That what is checked of KV, none of a dead incarnation, was put to the test. Raises `Lost` where it was not."""
+    if not shape.offload or not outcome.kills:
+        return
+    if not outcome.kv_hit_tokens:
+        raise Lost("no prompt was ever found in host memory or on disk")
+    restored = [kill for kill in outcome.kills if kill.replica.startswith("trainer")]
+    if restored and not outcome.figures["steps taken again"]:
+        raise Lost("no trainer was killed between two checkpoints")
+    if restored and outcome.kv_hit_tokens == restored[0].kv_hit_tokens:
+        raise Lost("no prompt was found in host memory or on disk after a trainer was restored")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,6 +335,13 @@ def tell(calm: Outcome, killed: Outcome, every_s: float) -> float:
     counts = Counter(kill.replica for kill in killed.kills)
     print("kills: " + ", ".join(f"{count} {replica}" for replica, count in sorted(counts.items())))
     print("journal: " + ", ".join(f"{name} {value}" for name, value in killed.figures.items()))
+    restored = [kill for kill in killed.kills if kill.replica.startswith("trainer")]
+    if killed.kv_hit_tokens:
+        after = killed.kv_hit_tokens - restored[0].kv_hit_tokens if restored else 0
+        print(
+            f"KV: {killed.kv_hit_tokens} prompt tokens found in host memory or on disk, {after} of them after a "
+            "trainer was restored, none of older weights than their group was dispatched at"
+        )
     cost_s = max(0.0, killed.wall_s - calm.wall_s) / max(1, len(killed.kills))
     ratio = calm.wall_s / killed.wall_s if every_s else 1 - cost_s / KILL_PERIOD_S
     print(

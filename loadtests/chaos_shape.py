@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 SINGLE = ("orchestrator", "router", "broadcaster", "sandbox", "valkey")
 """Services of which there is one, whatever the shape."""
+CHECKPOINT_STEPS = 4
 BASE = {
     "orchestrator.samples-per-group": "2",
     "orchestrator.min-reward-std": "0",
@@ -21,7 +22,7 @@ BASE = {
     # Killed once a minute, in turn, no service would have died a minute before.
     "launcher.max-backoff-s": "0.5",
     "runner.environment-timeout-s": "240",
-    "trainer.checkpoint.interval-steps": "4",
+    "trainer.checkpoint.interval-steps": str(CHECKPOINT_STEPS),
     "run.seed": "0",
 }
 OFFLOADING = {
@@ -30,14 +31,16 @@ OFFLOADING = {
     "model.max-context-tokens": "192",
     "decode.engine.type": "vllm",
     "decode.engine.block-size-tokens": "32",
-    "decode.engine.block-count": "24",
-    "decode.engine.max-running-samples": "8",
+    "decode.engine.block-count": "16",
+    "decode.engine.max-running-samples": "2",
     "decode.engine.offload.memory-bytes": str(16 << 20),
     "decode.engine.offload.disk-bytes": str(64 << 20),
 }
 """Blocks are so few that prompts go to host memory and disk, where a process that is started again finds them."""
 PADDING = 96
-"""Characters that fill whole blocks of a prompt, alike in all."""
+"""Characters that fill whole blocks of a prompt, alike in every fourth one."""
+VARIANTS = 4
+"""So many prefixes do not fit the pool together, so that each is looked for in the tiers when it comes again."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Shape:
     @property
     def options(self) -> str:
         """Of its environment."""
-        return f"sandbox_s = 0.02\npadding = {PADDING if self.offload else 0}"
+        shared = f"padding = {PADDING}\nvariants = {VARIANTS}" if self.offload else ""
+        return f"sandbox_s = 0.02\n{shared}"
 
     @property
     def targets(self) -> tuple[str, ...]:

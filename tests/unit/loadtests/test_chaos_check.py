@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import chaos
+import chaos_kv
 import chaos_shape
 import pytest
 
@@ -92,3 +93,38 @@ def test_every_process_of_a_shape_is_killed_in_its_turn() -> None:
     several = {"runner-1", "runner-2", "trainer", "trainer-1", "prefill-1", "decode-1", "decode-2"}
     assert set(chaos.Shape(runners=2, ranks=2).targets) == several | set(chaos_shape.SINGLE)
     assert {"prefill-1", "decode-2"}.isdisjoint(chaos.Shape(offload=True).targets)
+
+
+def test_what_workers_found_in_their_tiers_is_counted_over_their_restarts(tmp_path: Path) -> None:
+    hits = chaos_kv.KvHits(tmp_path)
+    for found in (0, 96, 192, 32, 64):  # it was killed after 192
+        hits.count("decode-1", {chaos_kv.HITS: found})
+    hits.count("decode-1", {})  # away
+    assert hits.tokens == 192 + 64
+
+
+@pytest.mark.parametrize(
+    ("hits", "steps_again", "sentence"),
+    [
+        (0, 2, "no prompt was ever found in host memory or on disk"),
+        (96, 2, "no prompt was found in host memory or on disk after a trainer was restored"),
+        (192, 0, "no trainer was killed between two checkpoints"),
+    ],
+)
+def test_a_run_that_put_no_tier_to_the_test_shows_nothing(hits: int, steps_again: int, sentence: str) -> None:
+    kills = [chaos.Kill("trainer", 4, 0.0, kv_hit_tokens=96)]
+    figures: dict[str, object] = {"steps taken again": steps_again}
+    with pytest.raises(chaos.Lost, match=sentence):
+        chaos.check_kv(chaos.Outcome(9.0, {0: 1}, figures, kills, hits), chaos.Shape(offload=True))
+    chaos.check_kv(chaos.Outcome(9.0, {0: 1}, figures, kills, hits), chaos.Shape())
+
+
+def test_a_trainer_is_killed_where_it_has_steps_to_take_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal" / "journal.jsonl")
+    growing, between = chaos.Growing(tmp_path), []
+    for step in range(1, 9):
+        journal.append("trained", step=step)
+        growing.read()
+        between.append(growing.between_checkpoints)
+    journal.close()
+    assert between == [True, True, False, False, True, True, False, False]
