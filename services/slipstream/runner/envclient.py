@@ -222,6 +222,22 @@ class EnvironmentWorker:
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
+        self._epoch = 0
+        """Counts the processes that came up."""
+
+    async def up(self) -> int:
+        """The epoch of the process that is up, once one is. Raises `EnvironmentFailed` where none is in time."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not self._up.is_set():
+                    await self._up.wait()
+        except TimeoutError:
+            raise EnvironmentFailed("the environment worker does not start") from None
+        return self._epoch
+
+    def serves(self, epoch: int) -> bool:
+        """Whether the process of that epoch is up: what is asked or told at once, it hears."""
+        return self._up.is_set() and self._epoch == epoch
 
     @property
     def load(self) -> tuple[bool, int]:
@@ -388,6 +404,7 @@ class EnvironmentWorker:
                 if not started:  # the first line says that the environments are built
                     started = self._started_once = True
                     log.info("environment_worker_started", pid=self._process.pid, environments=self._environments)
+                    self._epoch += 1
                     self._up.set()
                     continue
                 future = self._waiting.get(reply["id"])

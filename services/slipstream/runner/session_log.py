@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2
 from slipstream.runner.spool import Spool
-from slipstream.runner.unfinished import Unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +109,15 @@ class SessionLog:
         data = (request or session_pb2.EndSessionRequest()).SerializeToString()
         self._spool.append(self._name, {"kind": "session_end", "index": index, "reason": reason}, data)
 
-    def read(self, unfinished: Unfinished) -> Iterator[KeptTurn | KeptEnd | Gap]:
-        """What an earlier process kept, in the order in which it happened."""
-        for meta, data in unfinished.session_records:
+    async def read_again(self, index: int) -> list[KeptTurn | KeptEnd | Gap]:
+        """What was kept of a member so far, by this process and earlier ones."""
+        records = await self._spool.session_records(self._name)
+        of_member = [(meta, data) for meta, data in records if meta["index"] == index]
+        return list(SessionLog(self._spool, self._name).read(of_member))
+
+    def read(self, records: Iterable[tuple[dict[str, Any], bytes | None]]) -> Iterator[KeptTurn | KeptEnd | Gap]:
+        """What these say, in the order in which it happened."""
+        for meta, data in records:
             index = int(meta["index"])
             if data is None:
                 yield Gap(index)

@@ -16,14 +16,12 @@ from slipstream.api.rollout.v1 import runner_pb2, session_pb2
 from slipstream.common.errors import InternalError, RequestAborted, SamplingBiased, SlipstreamError
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import Wish
-from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.rollout import STOP, Rollout
 from slipstream.runner.session_log import KeptAnswer, KeptTurn, SessionLog
+from slipstream.runner.session_memory import SessionMemory, as_json
 from slipstream.runner.turns import Conversation
 
 log = structlog.get_logger()
-
-PROMPT_FIELDS = ("sample", "base_sample", "base_token_count", "new_token_ids", "begun")
 
 
 class Samples:
@@ -59,25 +57,12 @@ class Samples:
         rollout.turn_limit_tokens = min(prompt["max_new_tokens"], limit or prompt["max_new_tokens"])
         return index
 
-    def take_up(self, turn: KeptTurn) -> list[dict[str, Any]]:
-        """Put a turn of an earlier process where it was; returns what its texts' process is to be told."""
-        told: list[dict[str, Any]] = []
+    def take_up(self, turn: KeptTurn) -> None:
+        """Put a turn of an earlier process where it was."""
         for answer in turn.answers:
             index = self.take({**answer.prompt, "max_new_tokens": 1}, 0)
-            rollout = self.conversation.rollout(index)
-            rollout.recall(answer.record)
-            cut = answer.shown is not None
-            prompt = {**answer.prompt, "new_token_ids": answer.prompt["token_ids"]}
-            told.append(
-                {
-                    "prompt": {name: prompt[name] for name in PROMPT_FIELDS},
-                    "token_ids": rollout.answer,
-                    "stopped": rollout.finish_reason == STOP and not cut,
-                    "shown": answer.shown,
-                }
-            )
+            self.conversation.rollout(index).recall(answer.record)
         self.turn_count += 1
-        return told
 
 
 class Turn:
@@ -86,7 +71,7 @@ class Turn:
     def __init__(
         self,
         samples: Samples,
-        texts: EnvironmentWorker,
+        memory: SessionMemory,
         request: session_pb2.RunTurnRequest,
         limits: Mapping[str, int],
         session_log: SessionLog,
@@ -98,7 +83,9 @@ class Turn:
         """By index in the group, as they are asked."""
         self._shown: dict[int, str | None] = {}
         self._samples = samples
-        self._texts = texts
+        self._memory = memory
+        self.epoch = 0
+        """Of the process of texts that it was asked of."""
         self._request = request
         self._pending: dict[int, session_pb2.RunTurnResponse] = {}
         self._news = asyncio.Event()
@@ -157,8 +144,9 @@ class Turn:
 
     async def _run(self, deadline_s: float) -> None:
         request, samples = self._request, self._samples
-        asked = await self._texts.session(
-            samples.session_id,
+        self.epoch = await self._memory.ready()
+        asked = await self._memory.call(
+            self.epoch,
             "ask",
             messages=[as_json(each) for each in request.messages],
             prompt=None if request.messages else request.prompt,
@@ -203,7 +191,7 @@ class Turn:
         self._samples.conversation.release(rollout.routes[route_count:])
         del rollout.routes[route_count:]
         rollout.forget_turn()
-        self._texts.tell_session(self._samples.session_id, "give_up", sample=sample)
+        self._memory.tell(self.epoch, "give_up", sample=sample)
 
     def _wish(self) -> Wish:
         listens = self._request.stream or bool(self._request.stop)
@@ -215,9 +203,7 @@ class Turn:
         ends: dict[int, int] = {}
         for index, (token_ids, logprobs) in news.items():
             choice, sample = self._choices[index]
-            heard = await self._texts.session(
-                self._samples.session_id, "hear", sample=sample, token_ids=list(token_ids)
-            )
+            heard = await self._memory.call(self.epoch, "hear", sample=sample, token_ids=list(token_ids))
             if heard["cut"] is not None:
                 ends[index] = heard["cut"]
                 self._cut.add(index)
@@ -230,8 +216,8 @@ class Turn:
         choice, sample = self._choices[index]
         rollout = self._samples.rollouts[sample]
         cut = index in self._cut
-        answered = await self._texts.session(
-            self._samples.session_id,
+        answered = await self._memory.call(
+            self.epoch,
             "answer",
             sample=sample,
             token_ids=rollout.answer,
@@ -255,7 +241,7 @@ class Turn:
         """Add to the piece that the reader takes next."""
         tokens: list[session_pb2.TokenPiece] = []
         if self._request.logprobs and token_ids:
-            spelt = await self._texts.session(self._samples.session_id, "spell", token_ids=list(token_ids))
+            spelt = await self._memory.call(self.epoch, "spell", token_ids=list(token_ids))
             tokens = [
                 session_pb2.TokenPiece(token_id=token_id, text=said, logprob=logprob)
                 for token_id, said, logprob in zip(token_ids, spelt["texts"], logprobs, strict=True)
@@ -277,18 +263,3 @@ class Turn:
             )
         if asked.HasField("top_p") and asked.top_p != 1:
             raise SamplingBiased("top_p: it cuts tokens off, which training must not", field="top_p")
-
-
-def as_json(message: session_pb2.ChatMessage) -> dict[str, Any]:
-    """A message in OpenAI's form."""
-    said: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        said["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        said["tool_call_id"] = message.tool_call_id
-    if message.name:
-        said["name"] = message.name
-    return said

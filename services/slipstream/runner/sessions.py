@@ -21,7 +21,15 @@ from typing import Any
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2
-from slipstream.common.errors import Draining, EnvironmentFailed, SessionBusy, SessionEnded, SessionUnknown
+from slipstream.common.errors import (
+    Draining,
+    EnvironmentFailed,
+    SessionBusy,
+    SessionEnded,
+    SessionUnknown,
+    SlipstreamError,
+    Unreachable,
+)
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import attempt_name
 from slipstream.runner.config import SessionLimits
@@ -30,7 +38,8 @@ from slipstream.runner.records import Finished, Recorder
 from slipstream.runner.rollout_record import records_of
 from slipstream.runner.session_limits import limit_reached
 from slipstream.runner.session_log import Gap, KeptEnd, KeptTurn, SessionLog
-from slipstream.runner.session_turn import Samples, Turn, as_json
+from slipstream.runner.session_memory import SessionMemory
+from slipstream.runner.session_turn import Samples, Turn
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.unfinished import Unfinished
@@ -60,6 +69,8 @@ class Member:
     """What it was closed with."""
     ended: str = ""
     """Why, where it is not trained on."""
+    memory: SessionMemory = field(init=False)
+    """Its conversation."""
 
     @property
     def over(self) -> bool:
@@ -96,18 +107,41 @@ class SessionGroup:
         self.members = [
             Member(name, Samples(name, index, assignment, self._conversation), now) for index, name in enumerate(names)
         ]
+        for member in self.members:
+            member.memory = self._memory_of(member)
+
+    def _memory_of(self, member: Member) -> SessionMemory:
+        samples = member.samples
+
+        def lost() -> None:
+            if not member.over:
+                self._give_up(member, "TURNS_LOST")
+
+        return SessionMemory(
+            member.session_id,
+            samples.index,
+            self._texts,
+            self._log,
+            lambda: list(member.turns),
+            lambda: samples.turn_count,
+            lost,
+        )
 
     async def take_up(self) -> None:
         """Be where the earlier process was, as far as its files say. A member whose turns are not all there ends."""
         assert self._unfinished is not None
         try:
-            for kept in self._log.read(self._unfinished):
+            epoch = await self._texts.up()
+        except EnvironmentFailed:  # whatever process comes up later is told when something is asked
+            epoch = 0
+        try:
+            for kept in self._log.read(self._unfinished.session_records):
                 member = self.members[kept.index]
                 match kept:
                     case _ if member.over:
                         pass
                     case KeptTurn():
-                        await self._take_up_turn(member, kept)
+                        await self._take_up_turn(member, kept, epoch)
                     case KeptEnd(reason=""):
                         member.reward = kept.request
                     case KeptEnd():
@@ -118,21 +152,19 @@ class SessionGroup:
             self._conversation.release_routes()
             raise
         self._log.done_reading()
+        for member in self.members:
+            member.memory.epoch = epoch
         turn_count = sum(member.samples.turn_count for member in self.members)
         telemetry.turns_recalled.inc(turn_count)
         telemetry.groups_taken_up.labels("resumed" if turn_count else "started_over").inc()
         log.info("sessions_taken_up", group=self.assignment.session_group.name, turn_count=turn_count)
 
-    async def _take_up_turn(self, member: Member, kept: KeptTurn) -> None:
+    async def _take_up_turn(self, member: Member, kept: KeptTurn, epoch: int) -> None:
+        member.samples.take_up(kept)
         try:
-            await self._texts.session(
-                member.session_id,
-                "take_up",
-                messages=[as_json(message) for message in kept.request.messages],
-                prompt=None if kept.request.messages else kept.request.prompt,
-                tools_json=kept.request.tools_json,
-                answers=member.samples.take_up(kept),
-            )
+            await member.memory.take_up(epoch, kept)
+        except Unreachable:
+            pass  # as above
         except EnvironmentFailed as error:
             log.warning("session_not_taken_up", session_id=member.session_id, detail=error.message)
             self._give_up(member, "TURNS_LOST")
@@ -182,7 +214,7 @@ class SessionGroup:
         if member.samples.turn_count + len(member.turns) >= limits.max_turns:
             raise limit_reached("max_turns", limits.max_turns, "turns")
         told = {"max_samples": limits.max_samples, "max_text_bytes": limits.max_text_bytes}
-        turn = Turn(member.samples, self._texts, request, told, self._log)
+        turn = Turn(member.samples, member.memory, request, told, self._log)
         member.turns.add(turn)
         member.asked_s = time.monotonic()
 
@@ -257,8 +289,9 @@ class SessionGroup:
     async def _finished(self, member: Member) -> Finished:
         assert member.reward is not None
         try:
-            said = (await self._texts.session(member.session_id, "close"))["conversations"]
-        except EnvironmentFailed:  # the text is for people alone
+            epoch = await member.memory.ready()
+            said = (await member.memory.call(epoch, "close"))["conversations"]
+        except SlipstreamError:  # the text is for people alone
             said = []
         score = ScoredSample(member.reward.reward, member.reward.reward > 0, said[0][-1]["content"] if said else "")
         return Finished(member.samples.index, member.samples.sampled, score, "", member.samples.turn_count, said)

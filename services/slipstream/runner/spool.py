@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 
@@ -29,7 +29,7 @@ from slipstream.common.disk import RETRY_S, full_disk_named, sync_directory
 from slipstream.common.errors import DiskFull
 from slipstream.runner import spool_file, telemetry
 from slipstream.runner.spool_file import Record
-from slipstream.runner.unfinished import Unfinished, read_unfinished
+from slipstream.runner.unfinished import Unfinished, read_session_records, read_unfinished
 
 log = structlog.get_logger()
 
@@ -182,6 +182,17 @@ class Spool:
             return
         self.size_bytes += _blocks(after) - _blocks(before)
         self._turns[name] = (path, after)
+
+    async def session_records(self, name: str) -> list[tuple[dict[str, Any], bytes | None]]:
+        """What is remembered of the sessions of an attempt that is under way; None is what can no longer be read."""
+        held = self._turns.get(name)
+        if held is None:
+            return []
+        try:
+            return await asyncio.to_thread(read_session_records, held[0])
+        except OSError as error:
+            log.warning("spool_file_unreadable", path=str(held[0]), detail=str(error))
+            return []
 
     def drop(self, name: str) -> None:
         """Forget an attempt that is no longer under way."""

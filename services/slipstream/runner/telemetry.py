@@ -60,6 +60,10 @@ session_turns = Counter("slipstream_runner_session_turns", "Turns of sessions th
 turns_recalled = Counter(
     "slipstream_runner_turns_recalled", "Turns that an earlier process of this runner had sampled, and kept."
 )
+turns_told_again = Counter(
+    "slipstream_runner_turns_told_again",
+    "Turns of sessions that were told to the process that took a dead one's place.",
+)
 turns = Counter("slipstream_runner_turns", "Requests for model turns that ended, by outcome.", ["outcome"])
 kept_tokens = Counter(
     "slipstream_runner_kept_tokens", "Sampled tokens of turns that broke off, which went on from them."

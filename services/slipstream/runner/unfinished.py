@@ -40,6 +40,16 @@ class Unfinished:
         return max(0.0, time.monotonic() - self.begun_s)
 
 
+def read_session_records(path: Path) -> list[tuple[dict[str, Any], bytes | None]]:
+    """What `SessionLog` has written into a file of turns so far. Raises `OSError`."""
+    found = spool_file.scan(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return [(r.meta, spool_file.read(descriptor, r)) for r in found.records if r.meta["kind"] in SESSION_KINDS]
+    finally:
+        os.close(descriptor)
+
+
 def read_unfinished(path: Path, found: Scan) -> Unfinished | None:
     """What a file of turns says; None where its beginning is gone. Raises `OSError`."""
     first = found.records[0] if found.records else None

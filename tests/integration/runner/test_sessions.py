@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -412,6 +413,44 @@ async def test_sessions_survive_a_restart_of_their_runner_token_by_token(world: 
         assert await drive(agent, restart=lambda: restarted(world)) == expected
         names = [d.request_id for worker in world.workers.values() for d in worker.decodes]
         assert len(names) == len(set(names)), "requests of both processes have names of their own"
+
+
+async def end_texts() -> None:
+    """Kill the process that has the conversations, as memory that ran out would."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        command = process.cmdline()
+        if "slipstream.runner.envworker" in command:
+            at = command.index("slipstream.runner.envworker")
+            found += [process] if command[at + 2] == "" else []
+    assert found
+    for process in found:
+        process.kill()
+    async with asyncio.timeout(30):
+        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_sessions_survive_the_death_of_the_process_that_has_their_texts_token_by_token(world: Any) -> None:
+    async with sessions(world, count=3) as agent:
+        expected = await drive(agent)
+    async with sessions(world, count=3) as agent:
+        assert await drive(agent, restart=end_texts) == expected
+
+
+async def test_sessions_whose_turns_are_not_on_disk_end_where_their_texts_die(world: Any) -> None:
+    async with sessions(world, count=2) as agent:
+        assert await agent.say(0, user("say 3")) == "3"
+        for path in world.directory.glob("spool/*/*.turns"):
+            os.truncate(path, 0)
+        await end_texts()
+        for message in (user("now 12"), user("more")):
+            with pytest.raises(SessionEnded) as ended:
+                await until_taken_up(agent, 0, user("say 3"), assistant("3"), message)
+            assert ended.value.metadata["session_reason"] == "TURNS_LOST"
+        assert await until_taken_up(agent, 1, user("say 4")) == "4", "it had nothing to lose"
+        await agent.close(1, 1.0)
+        assert [record.sample_index for record in (await agent.report()).rollouts] == [1]
 
 
 async def test_a_runner_that_is_told_to_stop_leaves_its_sessions_to_the_next(world: Any) -> None:
