@@ -89,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # `slipstream rl --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except KeyboardInterrupt:  # before or after the session, which handles it itself
-        sys.exit(130)
 
 
 def _fail(message: str) -> NoReturn:
