@@ -230,6 +230,13 @@ class TeacherAway(SlipstreamError):
     reason = "TEACHER_AWAY"
 
 
+class TeacherFailed(SlipstreamError):
+    """The teacher failed over this, alone and more than once; it goes on with other calls. Do not repeat it."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "TEACHER_FAILED"
+
+
 # --- Orchestrator ------------------------------------------------------------------------------------
 
 

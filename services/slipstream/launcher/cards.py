@@ -75,7 +75,8 @@ def _ranks(config: RunConfig, service: str) -> int:
     section: Any = config.section(service)
     if service == "trainer":
         return section.nproc
-    parallel = getattr(getattr(section, "engine", None), "parallel", None)
+    engine = getattr(section, "engine", None)
+    parallel = getattr(engine, "parallel", engine)
     return config.data_parallel_size(service) * getattr(parallel, "tensor_parallel_size", 1)
 
 

@@ -16,7 +16,7 @@
 | a probe longer than the context | no version is ever served |
 | several trainer ranks (one is started) | the others' part of each step is never trained |
 | a warm-up without demonstrations | it has nothing to learn from |
-| teacher workers and a loss that asks none, or a gateway | they judge for nobody; sessions are judged by none |
+| teacher workers and a loss that asks none | they judge for nobody |
 | an evaluation without tasks | it would report nothing |
 | a store that cannot hold the versions to keep | publishing is refused for ever |
 | a spool that cannot hold the groups of a step | no new group is taken, and the step is never full |
@@ -224,11 +224,6 @@ def _teacher(config: RunConfig) -> Iterator[Problem]:
             ("teacher.replicas",),
             f"is {config.replicas('teacher')}, and the loss asks no teacher; "
             'set trainer.loss.type = "distillation", or teacher.replicas = 0',
-        )
-    if config.replicas("gateway"):
-        yield (
-            ("teacher.replicas", "gateway.enabled"),
-            "is above 0, and what outside agents say is judged by no teacher worker; set gateway.enabled = false",
         )
 
 

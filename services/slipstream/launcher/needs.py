@@ -52,7 +52,9 @@ def needed_bytes(config: RunConfig, sizes: MoeConfig | None = None) -> int:
         if engine.type == "vllm" and engine.offload is not None:
             kv += engine.offload.memory_bytes + engine.offload.mooncake_bytes
         total += config.replicas(pool) * config.data_parallel_size(pool) * (MIB * base + copies * weights + kv)
-    total += config.replicas("teacher") * (MIB * BASE_MIB["teacher"] + weights)
+    teacher: Any = config.section("teacher")
+    on_vllm = teacher.engine.type == "vllm"
+    total += config.replicas("teacher") * (MIB * (VLLM_MIB if on_vllm else BASE_MIB["teacher"]) + weights)
     total += MIB * config.replicas("runner") * ENVIRONMENT_MIB * max(1, sum(e.workers for e in config.environments))
     return total + MIB * sum(config.replicas(name) * BASE_MIB[name] for name in ("runner", "gateway", "sandbox"))
 

@@ -24,7 +24,7 @@ from slipstream.models.base import Sizes
 from slipstream.orchestrator.tracking.feed import require_libraries
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import sizes_at_start
-from slipstream.trainer.teacher import teacher_sizes
+from slipstream.trainer.teacher import check_teacher_on_vllm, teacher_sizes
 
 T = TypeVar("T")
 
@@ -44,9 +44,11 @@ def preflight(config: RunConfig, origins: Origins, *, machine: bool = True, work
         _vocabulary(config.model.vocab_size, origins)
     sizes = sizes_at_start(start, origins.located("trainer.initial_model"))
     _shared_out(trainer, sizes, origins)
-    if start.loss.type == "distillation":
-        teacher_sizes(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
     teacher: Any = config.section("teacher")
+    if start.loss.type == "distillation":
+        on_vllm = teacher.replicas and teacher.engine.type == "vllm"
+        check = check_teacher_on_vllm if on_vllm else teacher_sizes
+        check(start, start.loss.teacher, origins.located("trainer.loss.teacher"))
     if teacher.replicas and (limit := teacher.max_request_tokens) < sizes.max_context_tokens:
         where = origins.located("teacher.max_request_tokens")
         raise ConfigError(f"{where}: {limit} tokens are less than a rollout's {sizes.max_context_tokens}")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import Origins
-from slipstream.engine.vllm.installed import build_device, check_connector, find_vllm
+from slipstream.engine.vllm.installed import build_device, check_connector, check_judge, find_vllm
 from slipstream.engine.vllm.offload.options import REGIONS, find_mooncake
 from slipstream.engine.vllm.parallel import Case, refusals
 from slipstream.launcher.config import RunConfig
@@ -17,6 +17,9 @@ from slipstream.launcher.config import RunConfig
 
 def check_engines(config: RunConfig, origins: Origins, regions: Path = REGIONS) -> None:
     """Raise `ConfigError` for the first thing that an engine would say only when it starts."""
+    teacher: Any = config.section("teacher")
+    if teacher.replicas and teacher.engine.type == "vllm":
+        check_judge(origins.located("teacher.engine.type"), teacher.device)
     pool: Literal["prefill", "decode"]
     for pool in ("prefill", "decode"):
         if pool not in config.pools_with("vllm"):

@@ -54,6 +54,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         rollout_log.write,
         address,
         config.sessions,
+        teacher,
     )
     loops = RunnerLoops(
         config.replica or "runner",

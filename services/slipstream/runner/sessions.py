@@ -41,6 +41,7 @@ from slipstream.runner.session_log import Gap, KeptEnd, KeptTurn, SessionLog
 from slipstream.runner.session_memory import SessionMemory
 from slipstream.runner.session_turn import Samples, Turn
 from slipstream.runner.spool import Rows, Spool
+from slipstream.runner.teacher import TeacherClient
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.unfinished import Unfinished
 
@@ -99,7 +100,7 @@ class SessionGroup:
         self._unfinished = unfinished
         self._conversation = turns.begin_apart(assignment, taken_up=unfinished.resumed_count if unfinished else 0)
         self._idle_s = assignment.session_group.idle_timeout_ms / 1000
-        self._deadline_s = self.began_s + assignment.deadline_ms / 1000
+        self.deadline_s = self.began_s + assignment.deadline_ms / 1000
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._cancelled = self._left = False
@@ -223,7 +224,7 @@ class SessionGroup:
             member.asked_s = time.monotonic()
 
         assert self._tasks is not None
-        turn.start(self._tasks, self._deadline_s, done)
+        turn.start(self._tasks, self.deadline_s, done)
         return turn
 
     async def end(self, member: Member, request: session_pb2.EndSessionRequest) -> None:
@@ -258,7 +259,7 @@ class SessionGroup:
     def _expire(self, members: list[Member]) -> None:
         now = time.monotonic()
         for member in members:
-            if now >= self._deadline_s:
+            if now >= self.deadline_s:
                 self._give_up(member, "DEADLINE")
             elif not member.turns and not member.closing and now >= member.asked_s + self._idle_s:
                 self._give_up(member, "IDLE_TIMEOUT")
@@ -275,11 +276,9 @@ class SessionGroup:
         self._changed.clear()
         if all(member.over for member in members):
             return
-        idle_s = min(
-            (m.asked_s + self._idle_s for m in members if not m.turns and not m.over), default=self._deadline_s
-        )
+        idle_s = min((m.asked_s + self._idle_s for m in members if not m.turns and not m.over), default=self.deadline_s)
         # A turn that ends meanwhile begins an idle time: looked at again after a second at most.
-        wait_s = min(idle_s, self._deadline_s, time.monotonic() + 1.0) - time.monotonic()
+        wait_s = min(idle_s, self.deadline_s, time.monotonic() + 1.0) - time.monotonic()
         try:
             async with asyncio.timeout(max(wait_s, 0.001)):
                 await self._changed.wait()
@@ -309,8 +308,9 @@ class SessionRunner:
         write_rollouts: Callable[[list[dict[str, Any]]], None],
         address: str,
         limits: SessionLimits,
+        teacher: TeacherClient | None = None,
     ) -> None:
-        """`address`: where they are served. `limits`: of each."""
+        """`address`: where they are served. `limits`: of each. `teacher`: who judges what they sampled."""
         self.address = address
         self._limits = limits
         self._texts = texts
@@ -318,6 +318,7 @@ class SessionRunner:
         self._spool = spool
         self._recorder = recorder
         self._write_rollouts = write_rollouts
+        self._teacher = teacher
         self._open: dict[str, tuple[SessionGroup, Member]] = {}
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
@@ -355,6 +356,12 @@ class SessionRunner:
             report.reason = "NO_SESSION_CLOSED"
             report.detail = "none of its sessions was closed with a reward"
             return report
+        try:
+            await self._judge(group, finished)
+        except SlipstreamError as error:
+            report.outcome = runner_pb2.GROUP_OUTCOME_FAILED
+            report.reason, report.detail = error.reason, error.message[:4096]
+            return report
         rows: dict[str, Rows] = {}
         report.outcome = runner_pb2.GROUP_OUTCOME_FINISHED
         closed = {member.samples.index: member.reward for member in group.members}
@@ -374,6 +381,18 @@ class SessionRunner:
             self._turns.release_routes(sample for each in finished for sample in each.samples)
             raise
         return report
+
+    async def _judge(self, group: SessionGroup, finished: list[Finished]) -> None:
+        """Have the teacher judge what was sampled. What agents did is not done again for a teacher that is away: it is
+        waited for until the group's deadline."""
+        if self._teacher is None:
+            return
+        samples = [sample for each in finished for sample in each.samples]
+        try:
+            await self._teacher.judge(samples, group.assignment.sampling.temperature, until_s=group.deadline_s)
+        except BaseException:
+            self._turns.release_routes(samples)
+            raise
 
     def leave(self) -> None:
         """Let the next process of this runner go on with all of them."""

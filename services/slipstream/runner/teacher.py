@@ -36,11 +36,14 @@ class TeacherClient:
         self._timeout_s = timeout_s
         self._turns = itertools.count()
 
-    async def judge(self, rollouts: Sequence[Rollout], temperature: float) -> None:
-        """Fill in `teacher_logprobs` of each. Raises `TeacherAway`, or what the teacher refuses."""
+    async def judge(self, rollouts: Sequence[Rollout], temperature: float, *, until_s: float = 0.0) -> None:
+        """Fill in `teacher_logprobs` of each. Raises `TeacherAway`, or what the teacher refuses.
+
+        `until_s`: in `time.monotonic()` terms, how long workers that are away are waited for if that is longer.
+        """
         if not self._addresses:
             return
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = max(time.monotonic() + self._timeout_s, until_s)
         for call in _calls([rollout for rollout in rollouts if rollout.sampled]):
             request = teacher_pb2.ScoreTokensRequest(
                 sequences=[_sequence(rollout) for rollout in call], temperature=temperature
@@ -54,14 +57,15 @@ class TeacherClient:
             address = self._addresses[next(self._turns) % len(self._addresses)]
             left_s = deadline_s - time.monotonic()
             try:
-                return await self._peers.teacher(address).ScoreTokens(request, timeout=max(left_s, RETRY_PAUSE_S))
+                timeout_s = max(min(left_s, self._timeout_s), RETRY_PAUSE_S)
+                return await self._peers.teacher(address).ScoreTokens(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as raised:
                 error = from_rpc_error(raised)
             if not isinstance(error, _ELSEWHERE):
                 raise error
             log.info("teacher_away", address=address, reason=error.reason)
             if time.monotonic() + RETRY_PAUSE_S > deadline_s:
-                raise TeacherAway(f"no teacher worker answered in {self._timeout_s:g} s: {error.message}")
+                raise TeacherAway(f"no teacher worker answered in time: {error.message}")
             await asyncio.sleep(RETRY_PAUSE_S)
 
 

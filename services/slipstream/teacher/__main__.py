@@ -2,36 +2,33 @@
 
 | loop | takes | waits for | who unblocks it |
 |---|---|---|---|
-| score | sequences that wait, a pass at a time | a call; the torch thread | callers; itself |
+| score | sequences that wait, a pass at a time | a call; the engine | callers; itself |
+| engine (vLLM) | nothing | its clock; raises once vLLM's process is gone | time |
 """
 
 from __future__ import annotations
-
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 from slipstream.api.inference.v1 import teacher_pb2_grpc
 from slipstream.common.runtime import leave, run_service, serve
 from slipstream.teacher import telemetry
 from slipstream.teacher.config import TeacherConfig
 from slipstream.teacher.desk import Desk
+from slipstream.teacher.engines import start_engine
+from slipstream.teacher.servicer import TeacherServicer
 
 
 async def run(config: TeacherConfig) -> None:
     """Serve until SIGTERM."""
-    from slipstream.teacher.scorer import Scorer  # torch takes seconds: not for --help
-    from slipstream.teacher.servicer import TeacherServicer
-
-    executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
-    scorer = await asyncio.get_running_loop().run_in_executor(executor, Scorer, config)
-    desk = Desk(scorer.score, executor, config.max_batch_tokens, config.max_waiting_tokens)
-    telemetry.observe(lambda: desk.token_count)
-    servicer = TeacherServicer(config, scorer.sizes, desk)
-    add = teacher_pb2_grpc.add_TeacherServiceServicer_to_server
+    engine = await start_engine(config)
     try:
-        await serve(config, [(add, servicer, "slipstream.api.inference.v1.TeacherService")], {"score": desk.run})
+        desk = Desk(engine.score, config.max_batch_tokens, config.max_waiting_tokens)
+        telemetry.observe(lambda: desk.token_count)
+        servicer = TeacherServicer(config, engine.bounds, desk)
+        add = teacher_pb2_grpc.add_TeacherServiceServicer_to_server
+        served = [(add, servicer, "slipstream.api.inference.v1.TeacherService")]
+        await serve(config, served, {"score": desk.run, **engine.loops})
     finally:
-        executor.shutdown(wait=False, cancel_futures=True)
+        await engine.stop()
 
 
 def main() -> None:

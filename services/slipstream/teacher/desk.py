@@ -1,24 +1,31 @@
-"""Calls that wait for the teacher's one thread: taken together as long as their tokens fit one pass."""
+"""Calls that wait for the teacher: taken together as long as their tokens fit one pass.
+
+A pass that fails is tried again, each of its sequences alone, so that a bad one costs its own call and no other. The
+process ends only where the teacher cannot even say what it could before: then nothing that waits can be answered.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
-from slipstream.common.errors import EngineFull
+from slipstream.common.errors import EngineFull, TeacherFailed
 from slipstream.teacher import telemetry
+from slipstream.teacher.asked import Asked, Score
 
-if TYPE_CHECKING:
-    from slipstream.teacher.scorer import Asked
+log = structlog.get_logger()
 
-Score = Callable[[Sequence["Asked"]], list[NDArray[np.float32]]]
+TRIES = 2
+"""Of a sequence alone."""
+RETRY_PAUSE_S = 0.1
+CHECK = Asked(np.zeros(2, np.int32), np.array([1]), 1.0)
+"""What every teacher can answer."""
 
 
 class Waiting:
@@ -36,14 +43,11 @@ class Waiting:
 class Desk:
     """| loop | takes | waits for | who unblocks it |
     |---|---|---|---|
-    | score | sequences that wait, a pass at a time | a call; the torch thread | callers; itself |
+    | score | sequences that wait, a pass at a time | a call; the engine | callers; itself |
     """
 
-    def __init__(
-        self, score: Score, executor: ThreadPoolExecutor, max_batch_tokens: int, max_waiting_tokens: int
-    ) -> None:
+    def __init__(self, score: Score, max_batch_tokens: int, max_waiting_tokens: int) -> None:
         self._score = score
-        self._executor = executor
         self._max_batch_tokens = max_batch_tokens
         self._max_waiting_tokens = max_waiting_tokens
         self._waiting: deque[Waiting] = deque()
@@ -52,7 +56,10 @@ class Desk:
         """Of sequences that wait or are worked on."""
 
     async def ask(self, asked: Sequence[Asked]) -> list[NDArray[np.float32]]:
-        """Answers in order. Raises `EngineFull`. Of a caller that goes away, what still waits is dropped."""
+        """Answers in order. Raises `EngineFull`, `TeacherFailed`.
+
+        Of a caller that goes away, or one of whose sequences failed, what still waits is dropped.
+        """
         tokens = sum(len(each.token_ids) for each in asked)
         if self.token_count and self.token_count + tokens > self._max_waiting_tokens:
             raise EngineFull(f"{self.token_count} tokens wait", limit=self._max_waiting_tokens)
@@ -67,24 +74,50 @@ class Desk:
                 each.answer.cancel()
 
     async def run(self) -> None:
-        """For ever."""
-        loop = asyncio.get_running_loop()
+        """For ever. Raises what the teacher says of a sequence that every teacher can answer."""
         while True:
             batch = self._next()
             if not batch:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            began_s = time.monotonic()
             try:
-                answers = await loop.run_in_executor(self._executor, self._score, [each.asked for each in batch])
+                await self._pass(batch)
             finally:
                 self.token_count -= sum(each.token_count for each in batch)
-            telemetry.pass_seconds.observe(time.monotonic() - began_s)
-            telemetry.tokens.inc(sum(each.token_count for each in batch))
-            for each, answer in zip(batch, answers, strict=True):
-                if not each.answer.done():
-                    each.answer.set_result(answer)
+
+    async def _pass(self, batch: list[Waiting]) -> None:
+        if await self._try(batch) is None:
+            return
+        for each in batch:
+            if not each.answer.done():  # somebody still waits for it
+                await self._alone(each)
+
+    async def _alone(self, waiting: Waiting) -> None:
+        for _ in range(TRIES):
+            await asyncio.sleep(RETRY_PAUSE_S)
+            if await self._try([waiting]) is None:
+                return
+        await self._score([CHECK])
+        log.error("sequence_not_judged", token_count=waiting.token_count)
+        if not waiting.answer.done():
+            waiting.answer.set_exception(TeacherFailed(f"the teacher failed over {waiting.token_count} tokens"))
+
+    async def _try(self, batch: list[Waiting]) -> Exception | None:
+        """One pass. What was wrong; None if all have their answers."""
+        began_s = time.monotonic()
+        try:
+            answers = await self._score([each.asked for each in batch])
+        except Exception as error:
+            telemetry.failed_passes.inc()
+            log.warning("pass_failed", sequence_count=len(batch), exc_info=True)
+            return error
+        telemetry.pass_seconds.observe(time.monotonic() - began_s)
+        telemetry.tokens.inc(sum(each.token_count for each in batch))
+        for each, answer in zip(batch, answers, strict=True):
+            if not each.answer.done():
+                each.answer.set_result(answer)
+        return None
 
     def _next(self) -> list[Waiting]:
         """The sequences of the next pass; those that nobody waits for any more are dropped."""

@@ -5,51 +5,20 @@ T = tokens of one pass, R = positions asked about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.models.base import Sizes
 from slipstream.models.checkpoint import load_model
 from slipstream.models.documents import Documents
 from slipstream.models.head import target_logps
-from slipstream.models.registry import BUILT_IN, read_config, sizes_of
+from slipstream.models.teachers import sizes_of_teacher
+from slipstream.teacher.asked import Asked
 from slipstream.teacher.config import TeacherConfig
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A sequence, and the positions asked about, ascending from 1."""
-
-    token_ids: NDArray[np.int32]
-    positions: NDArray[np.int64]
-    temperature: float
-
-
-def read_teacher_sizes(config: TeacherConfig) -> Sizes:
-    """From its `config.json`, which names no code: of an architecture that is built in, or that of the run."""
-    given = read_config(config.teacher_model)
-    kind = given.get("model_type", "")
-    return sizes_of(kind if isinstance(kind, str) and kind in BUILT_IN else config.teacher_architecture, given)
-
-
-def batches(asked: Sequence[Asked], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences that go through the model together, in order."""
-    batch: list[int] = []
-    tokens = 0
-    for index, each in enumerate(asked):
-        if batch and tokens + len(each.token_ids) > max_tokens:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(index)
-        tokens += len(each.token_ids)
-    if batch:
-        yield batch
 
 
 class Scorer:
@@ -57,7 +26,7 @@ class Scorer:
 
     def __init__(self, config: TeacherConfig) -> None:
         torch.set_num_threads(config.torch_threads)
-        self.sizes = read_teacher_sizes(config)
+        self.sizes = sizes_of_teacher(config.teacher_model, config.teacher_architecture)
         chosen = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
         self._device = torch.device("cpu" if chosen == "auto" else chosen)
         self._model = load_model(self.sizes, config.teacher_model)

@@ -7,18 +7,18 @@ import numpy as np
 
 from slipstream.api.inference.v1 import teacher_pb2, teacher_pb2_grpc
 from slipstream.common.errors import ContextTooLong, InvalidRequest
-from slipstream.models.base import Sizes
+from slipstream.models.teachers import Bounds
+from slipstream.teacher.asked import Asked
 from slipstream.teacher.config import TeacherConfig
 from slipstream.teacher.desk import Desk
-from slipstream.teacher.scorer import Asked
 
 
 class TeacherServicer(teacher_pb2_grpc.TeacherServiceServicer):
     """Serves TeacherService."""
 
-    def __init__(self, config: TeacherConfig, sizes: Sizes, desk: Desk) -> None:
+    def __init__(self, config: TeacherConfig, bounds: Bounds, desk: Desk) -> None:
         self._config = config
-        self._sizes = sizes
+        self._bounds = bounds
         self._desk = desk
 
     async def GetTeacher(
@@ -26,8 +26,8 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServiceServicer):
     ) -> teacher_pb2.GetTeacherResponse:
         return teacher_pb2.GetTeacherResponse(
             model=str(self._config.teacher_model),
-            vocab_size=self._sizes.vocab_size,
-            max_context_tokens=self._sizes.max_context_tokens,
+            vocab_size=self._bounds.vocab_size,
+            max_context_tokens=self._bounds.max_context_tokens,
             max_request_tokens=self._config.max_request_tokens,
             waiting_token_count=self._desk.token_count,
         )
@@ -46,16 +46,16 @@ class TeacherServicer(teacher_pb2_grpc.TeacherServiceServicer):
         )
 
     def _asked(self, index: int, sequence: teacher_pb2.TokenSequence, temperature: float) -> Asked:
-        count, sizes = len(sequence.token_ids), self._sizes
-        if count > sizes.max_context_tokens:
-            limit = sizes.max_context_tokens
+        count, bounds = len(sequence.token_ids), self._bounds
+        if count > bounds.max_context_tokens:
+            limit = bounds.max_context_tokens
             raise ContextTooLong(f"{count} tokens, the teacher's context has {limit}", limit=limit, name="context")
         token_ids = np.fromiter(sequence.token_ids, np.int32, count)
-        if token_ids.max() >= sizes.vocab_size:
+        if token_ids.max() >= bounds.vocab_size:
             raise InvalidRequest(
-                f"token {token_ids.max()} of a vocabulary of {sizes.vocab_size}",
+                f"token {token_ids.max()} of a vocabulary of {bounds.vocab_size}",
                 field=f"sequences[{index}].token_ids",
-                limit=sizes.vocab_size - 1,
+                limit=bounds.vocab_size - 1,
             )
         end = 1
         for part in sequence.ranges:

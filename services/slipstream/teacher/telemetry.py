@@ -10,6 +10,7 @@ from slipstream.common.metrics import Reading
 
 tokens = Counter("slipstream_teacher_tokens", "Tokens that went through the teacher, prompts included.")
 pass_seconds = Histogram("slipstream_teacher_pass_seconds", "Time of one pass through the teacher.")
+failed_passes = Counter("slipstream_teacher_failed_passes", "Passes that failed; each sequence is then tried alone.")
 waiting_tokens = Reading("gauge", "slipstream_teacher_waiting_tokens", "Tokens that wait, or are worked on.")
 
 

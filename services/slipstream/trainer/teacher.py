@@ -9,30 +9,44 @@ from tokenizers import Tokenizer
 from slipstream.common.config import ConfigError
 from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
 from slipstream.models.base import Sizes
-from slipstream.models.registry import BUILT_IN, read_config, sizes_of
+from slipstream.models.teachers import bounds_on_vllm, sizes_of_teacher
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import require_model_dir, sizes_at_start
 
+WHERE = "trainer.loss.teacher"
 
-def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = "trainer.loss.teacher") -> Sizes:
-    """Sizes of the teacher in this model directory.
+
+def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = WHERE) -> Sizes:
+    """Sizes of the teacher in this model directory, which we compute ourselves.
 
     Raises `ConfigError`, which begins with `where`, for one that is not whole, has other tokens, or a shorter context.
-    Its `config.json` names no code: the architecture is a built-in one, or that of the run.
     """
     where = f"{where} {str(teacher)!r}"
     require_model_dir(teacher, where)
     try:
-        given = read_config(teacher)
-        architecture = given.get("model_type", "")
-        built_in = isinstance(architecture, str) and architecture in BUILT_IN
-        sizes = sizes_of(architecture if built_in else config.model.architecture, given)
+        sizes = sizes_of_teacher(teacher, config.model.architecture)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    _compare(config, teacher, sizes.max_context_tokens, where)
+    return sizes
+
+
+def check_teacher_on_vllm(config: TrainerConfig, teacher: Path, where: str = WHERE) -> None:
+    """The same of one that vLLM computes, of whatever architecture."""
+    where = f"{where} {str(teacher)!r}"
+    require_model_dir(teacher, where)
+    try:
+        bounds = bounds_on_vllm(teacher)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    _compare(config, teacher, bounds.max_context_tokens, where)
+
+
+def _compare(config: TrainerConfig, teacher: Path, context_tokens: int, where: str) -> None:
     student = sizes_at_start(config)
-    if sizes.max_context_tokens < student.max_context_tokens:
+    if context_tokens < student.max_context_tokens:
         raise ConfigError(
-            f"{where} has a context of {sizes.max_context_tokens} tokens; the run's is {student.max_context_tokens}"
+            f"{where} has a context of {context_tokens} tokens; the run's is {student.max_context_tokens}"
         )
     if 0 < sizes.vocab_size < student.vocab_size:  # some pad theirs: what is beyond it could not be looked up
         raise ConfigError(f"{where} has a vocabulary of {sizes.vocab_size} tokens; the run's is {student.vocab_size}")
@@ -42,7 +56,6 @@ def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = "trainer.lo
         raise ConfigError(f"{where}: {error}") from None
     if not same:
         raise ConfigError(f"{where} has another tokenizer than the run: its tokens could not be compared")
-    return sizes
 
 
 def _tokens(model_dir: Path | None) -> dict[str, int]:

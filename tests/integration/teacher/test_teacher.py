@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from slipstream.api.inference.v1 import teacher_pb2, teacher_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
@@ -25,6 +28,7 @@ from slipstream.common.errors import (
     InvalidRequest,
     SlipstreamError,
     TeacherAway,
+    TeacherFailed,
     from_rpc_error,
 )
 from slipstream.common.runtime import build_server
@@ -35,9 +39,11 @@ from slipstream.models.registry import save_sizes
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout
 from slipstream.runner.teacher import UNKNOWN, TeacherClient
+from slipstream.teacher.asked import Asked
 from slipstream.teacher.config import TeacherConfig
-from slipstream.teacher.desk import Desk
-from slipstream.teacher.scorer import Asked, Scorer, batches
+from slipstream.teacher.desk import TRIES, Desk
+from slipstream.teacher.engines import OnThread
+from slipstream.teacher.scorer import Scorer
 from slipstream.teacher.servicer import TeacherServicer
 
 SIZES = MoeConfig(
@@ -78,9 +84,9 @@ def scorer(config: TeacherConfig) -> Scorer:
 
 @asynccontextmanager
 async def serving(config: TeacherConfig, scorer: Scorer) -> AsyncIterator[Served]:
-    executor = ThreadPoolExecutor(1)
-    desk = Desk(scorer.score, executor, config.max_batch_tokens, config.max_waiting_tokens)
-    servicer = TeacherServicer(config, scorer.sizes, desk)
+    engine = OnThread(scorer, ThreadPoolExecutor(1))
+    desk = Desk(engine.score, config.max_batch_tokens, config.max_waiting_tokens)
+    servicer = TeacherServicer(config, engine.bounds, desk)
     add = teacher_pb2_grpc.add_TeacherServiceServicer_to_server
     server, port = build_server(config, [(add, servicer, "slipstream.api.inference.v1.TeacherService")])
     await server.start()
@@ -92,7 +98,7 @@ async def serving(config: TeacherConfig, scorer: Scorer) -> AsyncIterator[Served
     finally:
         running.cancel()
         await server.stop(0)
-        executor.shutdown()
+        await engine.stop()
 
 
 def meant(model: MoeModel, token_ids: list[int], start: int, end: int, temperature: float = 1.0) -> list[float]:
@@ -128,11 +134,75 @@ async def test_it_says_of_each_token_what_the_model_says_however_sequences_are_p
         assert list(told.logprobs) == pytest.approx(expected, abs=1e-5)
 
 
-def test_sequences_go_together_as_long_as_their_tokens_fit():
-    def asked(length: int) -> Asked:
-        return Asked(np.zeros(length, np.int32), np.array([1]), 1.0)
+WITHOUT_VLLM = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find(name, *rest)
+from slipstream.teacher.__main__ import main
+main()
+"""
 
-    assert list(batches([asked(n) for n in (9, 2, 30, 12, 12)], 24)) == [[0, 1], [2], [3, 4]]
+
+def test_a_teacher_on_vllm_is_refused_with_the_way_to_install_it_where_there_is_none(config):
+    words = ["--teacher-model", str(config.teacher_model), "--engine.type", "vllm"]
+    command = [sys.executable, "-c", WITHOUT_VLLM, *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert 'engine.type is "vllm", which is not installed; install it with: make install-vllm' in ended.stderr
+
+
+class Passes:
+    """What a desk has computed, pass by pass; it fails over a sequence that begins with a token that is bad."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = set(bad)
+        self.lengths: list[list[int]] = []
+
+    async def score(self, asked: Sequence[Asked]) -> list[NDArray[np.float32]]:
+        self.lengths.append([len(each.token_ids) for each in asked])
+        await asyncio.sleep(0)
+        if self.bad & {int(each.token_ids[0]) for each in asked}:
+            raise RuntimeError("no memory for that")
+        return [np.full(len(each.positions), -1, np.float32) for each in asked]
+
+
+def ask_of(length: int, first: int = 1) -> Asked:
+    return Asked(np.full(length, first, np.int32), np.array([1]), 1.0)
+
+
+async def test_sequences_go_together_as_long_as_their_tokens_fit():
+    passes = Passes()
+    desk = Desk(passes.score, 24, 1000)
+    running = asyncio.create_task(desk.run())
+    await asyncio.wait_for(desk.ask([ask_of(n) for n in (9, 2, 30, 12, 12)]), 30)
+    running.cancel()
+    assert passes.lengths == [[9, 2], [30], [12, 12]]
+
+
+async def test_a_sequence_over_which_the_teacher_fails_costs_its_own_call_alone():
+    passes = Passes(7)
+    desk = Desk(passes.score, 24, 1000)
+    running = asyncio.create_task(desk.run())
+    calls = [desk.ask([ask_of(5), ask_of(6)]), desk.ask([ask_of(4, first=7)]), desk.ask([ask_of(3)])]
+    first, failed, last = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+    assert isinstance(failed, TeacherFailed)
+    assert isinstance(first, list)
+    assert isinstance(last, list)
+    assert [len(first), len(last)] == [2, 1]
+    assert passes.lengths.count([4]) == TRIES, "no more often than that"
+    assert len(await asyncio.wait_for(desk.ask([ask_of(8)]), 30)) == 1, "it goes on"
+    assert not running.done()
+    running.cancel()
+    assert desk.token_count == 0
+
+
+async def test_a_teacher_that_fails_over_everything_ends():
+    passes = Passes(0, 1)  # what is checked is of zeros
+    desk = Desk(passes.score, 24, 1000)
+    asking = asyncio.create_task(desk.ask([ask_of(5)]))
+    with pytest.raises(RuntimeError, match="no memory"):
+        await asyncio.wait_for(desk.run(), 30)
+    asking.cancel()
 
 
 async def test_what_cannot_be_judged_is_refused(config, scorer):
@@ -150,8 +220,8 @@ async def test_what_cannot_be_judged_is_refused(config, scorer):
 
 
 async def test_more_than_may_wait_is_refused_and_what_nobody_waits_for_is_dropped(config, scorer):
-    executor = ThreadPoolExecutor(1)
-    desk = Desk(scorer.score, executor, 24, 64)  # nobody takes anything from it
+    engine = OnThread(scorer, ThreadPoolExecutor(1))
+    desk = Desk(engine.score, 24, 64)  # nobody takes anything from it
     ask = Asked(np.zeros(30, np.int32), np.array([1]), 1.0)
     first = asyncio.create_task(desk.ask([ask, ask]))
     await asyncio.sleep(0)
@@ -166,7 +236,7 @@ async def test_more_than_may_wait_is_refused_and_what_nobody_waits_for_is_droppe
     assert len(await asyncio.wait_for(desk.ask([ask]), 30)) == 1, "there is room again"
     assert desk.token_count == 0
     running.cancel()
-    executor.shutdown()
+    await engine.stop()
 
 
 async def test_runners_pass_by_a_worker_that_is_away_and_give_up_in_time(model, config, scorer):

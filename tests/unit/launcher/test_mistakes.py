@@ -211,7 +211,6 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--broadcaster.max-store-bytes=1000000", "--broadcaster.max-store-bytes is 1000000; 3 kept versions of this model and a new one need "),
         ("--orchestrator.groups-per-step=1000000", "--orchestrator.groups-per-step: runner.spool_limit_bytes is 268435456; the 8000000 rollouts"),
         ("--teacher.replicas=1", '--teacher.replicas is 1, and the loss asks no teacher; set trainer.loss.type = "distillation"'),
-        ("--teacher.replicas=1 --gateway.enabled=true --trainer.loss.type=distillation --trainer.loss.teacher=x", "--teacher.replicas is above 0, and what outside agents say is judged by no teacher worker"),
         ("--trainer.loss.type=distillation --trainer.loss.teacher=nowhere --teacher.replicas=1", "--trainer.loss.teacher 'nowhere' is no directory"),
         ("--sandbox.enabled=false", '--sandbox.enabled is false, and environments.1 is of type "expression", which runs programs there'),
         ("--environments.1.sandbox-wall-s=601", "--environments.1.sandbox-wall-s is 601, above sandbox.max_limits.wall_s = 600"),

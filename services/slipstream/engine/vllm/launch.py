@@ -4,7 +4,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,7 @@ def launch(
 
     It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
     """
-    ENVIRONMENT["VLLM_RPC_BASE_PATH"] = str(sockets)
-    variables = _ENVIRONMENT | (_ENVIRONMENT_OF_CPU if torch.version.cuda is None else _ENVIRONMENT_OF_GPU)
-    own = {"OMP_NUM_THREADS": str(config.torch_threads), **environment(config.parallel)}
-    for name, value in {**variables, **own}.items():
-        ENVIRONMENT.setdefault(name, value)
+    set_environment(sockets, {"OMP_NUM_THREADS": str(config.torch_threads), **environment(config.parallel)})
     find_vllm()
     check_connector(config)
     check_family(sizes, "engine.type")
@@ -109,6 +105,14 @@ def launch(
     keep_stores_in(sockets)
     with dying_with_us(), threads_of_operators(config.torch_threads):
         return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
+
+
+def set_environment(sockets: Path, own: Mapping[str, str]) -> None:
+    """What vLLM reads when it is imported. `own`: variables of this engine alone."""
+    ENVIRONMENT["VLLM_RPC_BASE_PATH"] = str(sockets)
+    variables = _ENVIRONMENT | (_ENVIRONMENT_OF_CPU if torch.version.cuda is None else _ENVIRONMENT_OF_GPU)
+    for name, value in {**variables, **own}.items():
+        ENVIRONMENT.setdefault(name, value)
 
 
 @contextmanager

@@ -17,6 +17,9 @@ PREFIX = "slipstream-vllm-"
 """Of directories; then comes the process that owns one."""
 
 _STORE = "get_file_store_init_method"
+_MEMORY = "store_"
+"""How what ranks on the CPU share in memory begins: it is called after their store, and vLLM leaves it behind."""
+_SHARED = Path("/dev/shm")
 
 _parent: int | None = None
 """Of processes that are forked now; 0 of none."""
@@ -39,8 +42,10 @@ def dying_with_us() -> Iterator[None]:
 
 
 def _forked() -> None:
+    global _parent
     if _parent:
         die_with_parent(_parent)
+        _parent = os.getpid()  # of the ranks that it forks in turn
 
 
 def keep_stores_in(directory: Path) -> None:
@@ -48,7 +53,7 @@ def keep_stores_in(directory: Path) -> None:
     for name in ("uniproc_executor", "multiproc_executor"):
         executor = importlib.import_module(f"vllm.v1.executor.{name}")
         if hasattr(executor, _STORE):  # by name, as they imported it
-            setattr(executor, _STORE, lambda: f"file://{directory}/store_{uuid4().hex}")
+            setattr(executor, _STORE, lambda: f"file://{directory}/{_MEMORY}{directory.name}_{uuid4().hex}")
 
 
 class SocketDirectory:
@@ -60,11 +65,17 @@ class SocketDirectory:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path.name, self.path.parent)
 
 
 def _remove_orphans(parent: Path) -> None:
     for directory in parent.glob(f"{PREFIX}*-*"):
         owner = directory.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory.name, parent)
+
+
+def _remove(name: str, parent: Path) -> None:
+    for memory in _SHARED.glob(f"{_MEMORY}{name}_*"):
+        memory.unlink(missing_ok=True)
+    shutil.rmtree(parent / name, ignore_errors=True)
