@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from slipstream.common.config import ConfigError
 from slipstream.environments.tokenizer import TOKENIZER_FILE, build_tokenizer
 from slipstream.models.base import Sizes
-from slipstream.models.teachers import bounds_on_vllm, sizes_of_teacher
+from slipstream.models.teachers import Bounds, bounds_on_vllm, sizes_of_teacher
 from slipstream.trainer.config import TrainerConfig
 from slipstream.trainer.model_dir import require_model_dir, sizes_at_start
 
@@ -27,7 +27,7 @@ def teacher_sizes(config: TrainerConfig, teacher: Path, where: str = WHERE) -> S
         sizes = sizes_of_teacher(teacher, config.model.architecture)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    _compare(config, teacher, sizes.max_context_tokens, where)
+    _compare(config, teacher, Bounds(sizes.vocab_size, sizes.max_context_tokens), where)
     return sizes
 
 
@@ -39,17 +39,17 @@ def check_teacher_on_vllm(config: TrainerConfig, teacher: Path, where: str = WHE
         bounds = bounds_on_vllm(teacher)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    _compare(config, teacher, bounds.max_context_tokens, where)
+    _compare(config, teacher, bounds, where)
 
 
-def _compare(config: TrainerConfig, teacher: Path, context_tokens: int, where: str) -> None:
+def _compare(config: TrainerConfig, teacher: Path, bounds: Bounds, where: str) -> None:
     student = sizes_at_start(config)
-    if context_tokens < student.max_context_tokens:
+    if bounds.max_context_tokens < student.max_context_tokens:
         raise ConfigError(
-            f"{where} has a context of {context_tokens} tokens; the run's is {student.max_context_tokens}"
+            f"{where} has a context of {bounds.max_context_tokens} tokens; the run's is {student.max_context_tokens}"
         )
-    if 0 < sizes.vocab_size < student.vocab_size:  # some pad theirs: what is beyond it could not be looked up
-        raise ConfigError(f"{where} has a vocabulary of {sizes.vocab_size} tokens; the run's is {student.vocab_size}")
+    if 0 < bounds.vocab_size < student.vocab_size:  # some pad theirs: what is beyond it could not be looked up
+        raise ConfigError(f"{where} has a vocabulary of {bounds.vocab_size} tokens; the run's is {student.vocab_size}")
     try:
         same = _tokens(teacher) == _tokens(config.initial_model)
     except ConfigError as error:
