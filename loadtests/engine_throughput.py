@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -24,12 +25,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from math import prod
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "services"))
 sys.path.insert(0, str(ROOT / "loadtests"))
+
+from lending import lend  # noqa: E402 - beside this file
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +46,7 @@ ALLOWED_MB_PER_100 = 0.1
 START_TIMEOUT_S = 400.0
 ROUNDS = 3
 UPDATE_INTERVAL_S = 2.0
+LEND_TIMEOUT_S = 60.0
 MEMORY_SAMPLES = 20
 KV_RELEASE_INTERVAL_S = 0.05
 
@@ -70,6 +76,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=512)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--transport", choices=("memory", "shm", "cuda_ipc"), default="memory")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
 
@@ -115,11 +122,32 @@ class Host:
         self.sizes = sizes
         self.engine: VllmEngine = VllmEngine(directory / "model", sizes, self.config)
         self.step = 0
+        self.figures: list[dict[str, float]] = []
+        """Of each update of a round."""
+        self._lending: Connection | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._sums: dict[str, int] = {}
 
+    async def lend(self) -> None:
+        """Start the process that updates are read from, on the engine's card; `update` reads from it from then on."""
+        if self.options.transport == "memory":
+            return
+        ours, theirs = get_context("spawn").Pipe()
+        given = (theirs, self.options.device, self.options.transport, dict(self.engine.shapes), self.options.dtype)
+        get_context("spawn").Process(target=lend, args=given, daemon=True).start()
+        theirs.close()
+        await self._told(ours)
+        self._lending = ours
+
+    async def _told(self, pipe: Connection) -> Any:
+        if not await asyncio.to_thread(pipe.poll, LEND_TIMEOUT_S):
+            raise TimeoutError("the process that lends weights says nothing")
+        return pipe.recv()
+
     async def update(self) -> dict[str, float]:
         """The next version, of other random weights; returns what it cost."""
+        if self._lending is not None:
+            return await self._read_straight(self._lending)
         from slipstream.common.version import PolicyVersion
 
         self._tensors = random_weights(self.engine.shapes, self.options.dtype, self.step)
@@ -130,6 +158,38 @@ class Host:
         return {
             "bytes": report.size_bytes,
             "transfer_s": report.transfer_s,
+            "pause_s": report.pause_s,
+            "apply_s": report.apply_s,
+            "end_to_end_s": time.monotonic() - started_s,
+            "in_flight": report.in_flight_samples,
+        }
+
+    async def _read_straight(self, lending: Connection) -> dict[str, float]:
+        """As a worker does where the broadcaster tells it of a trainer that lends: read, compare all sums, apply."""
+        from slipstream.api.broadcast.v1 import broadcast_pb2
+        from slipstream.common.version import PolicyVersion
+        from slipstream.engine.worker.verification import Verification
+        from slipstream.weights.manifest import Manifest, Source, WeightSlice
+
+        version = PolicyVersion(1, self.step)
+        lending.send(self.step)
+        described, source, offer, keep_s = await self._told(lending)
+        slices = tuple(WeightSlice.from_proto(broadcast_pb2.Slice.FromString(each)) for each in described)
+        manifest = Manifest(version, slices, sources=(Source(len(slices), source),))
+        loan = broadcast_pb2.BorrowShardResponse.FromString(offer)
+        started_s = time.monotonic()
+        received = await self.engine.receive(manifest, [loan], "reader", time.monotonic() + LEND_TIMEOUT_S)
+        try:
+            report = await self.engine.update(version, received, Verification(manifest, None, received))
+        finally:
+            received.release()
+            lending.send("returned")
+        self.step += 1
+        return {
+            "bytes": report.size_bytes,
+            "keep_s": keep_s,
+            "transfer_s": received.transfer_s,
+            "check_s": received.check_s,
             "pause_s": report.pause_s,
             "apply_s": report.apply_s,
             "end_to_end_s": time.monotonic() - started_s,
@@ -158,9 +218,10 @@ class Host:
         assert all(value <= 0 for value in paused.probe(list(range(16))))
 
     async def update_for_ever(self) -> None:
+        self.figures.clear()
         while True:
             started_s = time.monotonic()
-            await self.update()
+            self.figures.append(await self.update())
             await asyncio.sleep(max(UPDATE_INTERVAL_S - (time.monotonic() - started_s), 0))
 
     async def direct(self, turns: int) -> float:
@@ -190,6 +251,11 @@ class Host:
 
         own = os.getpid()
         return memory_mb(own) or 0.0, sum(memory_mb(pid) or 0.0 for pid in children(own))
+
+
+def medians(figures: list[dict[str, float]]) -> dict[str, float]:
+    found = {name: statistics.median(each[name] for each in figures) for name in (figures[0] if figures else ())}
+    return {**found, "updates": len(figures)}
 
 
 def random_weights(shapes: Any, dtype: str, seed: int) -> dict[str, torch.Tensor]:
@@ -228,6 +294,7 @@ async def serve(options: argparse.Namespace) -> None:
     host = Host(options, directory)
     await host.engine.start()
     await host.update()
+    await host.lend()
     prefills = options.serve.get("prefills", False)
     replica = "prefill-1" if prefills else "decode-1"
     config = DecodeConfig(run_dir=directory, run_id="load", replica=replica, engine=host.config)
@@ -269,6 +336,7 @@ async def serve(options: argparse.Namespace) -> None:
             await asyncio.wait((updating,))
             if not updating.cancelled():
                 updating.result()
+            answer = medians(host.figures)
         print(json.dumps(answer), file=answers, flush=True)
     releasing.cancel()
     await server.stop(None)
@@ -432,7 +500,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 still = max(still, (await throughput(client.one, options, 2 * turns)).per_s)
                 await client.ask("updating")
                 moving = max(moving, (await throughput(client.one, options, 2 * turns)).per_s)
-                await client.ask("still")
+                note("update", await client.ask("still"))
                 note("updates_ratio", moving / still)  # of the first round already: there may be no time for another
         if "large_update" in parts:
             note("large_update", await large_update(client, options, 2 * turns))

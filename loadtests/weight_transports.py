@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lending import lend
+
 ALL = ("grpc", "shm", "cuda_ipc", "nccl", "nixl")
 GRPC_BYTES = 100_000_000
 """Of a version by grpc at most: it takes a hundred times as long for as many."""
@@ -62,37 +64,6 @@ def _size(shape: tuple[int, ...]) -> int:
     for each in shape:
         size *= each
     return size
-
-
-def lend(pipe: Connection, device_name: str, transport: str, size_bytes: int) -> None:
-    """The trainer's side: keeps a version when told to, and offers it."""
-    import torch
-
-    from slipstream.common.version import PolicyVersion
-    from slipstream.trainer.kept import in_engine_order, whole_boxes
-    from slipstream.weights.config import WeightsConfig
-    from slipstream.weights.straight.lender import Lender
-
-    device = torch.device(device_name)
-    config = WeightsConfig.model_validate({"transport": transport, "dtype": "bfloat16"})
-    lender = Lender(config, device, "127.0.0.1:1")
-    pipe.send("ready")
-    weights = {
-        name: torch.randn(shape, device=device, dtype=torch.bfloat16) for name, shape in shapes_of(size_bytes).items()
-    }
-    boxes = in_engine_order(whole_boxes(weights))
-    while (step := pipe.recv()) is not None:
-        boxes[0].values.fill_(step)
-        began_s = time.monotonic()
-        shard = lender.keep(PolicyVersion(1, step), boxes)
-        keep_s = time.monotonic() - began_s
-        copy = lender.copies.lend(PolicyVersion(1, step), str(step))
-        offer = lender.link.offer(copy.memory, copy.size_bytes, "reader")
-        slices = [part.to_proto().SerializeToString() for part in shard.slices]
-        pipe.send((slices, shard.source, offer.SerializeToString(), keep_s))
-        pipe.recv()
-        lender.copies.give_back(str(step))
-    lender.close()
 
 
 def lend_by_grpc(pipe: Connection, device_name: str, size_bytes: int) -> None:
@@ -301,7 +272,7 @@ class Measurement:
         else:
             sides = [
                 (read, (theirs[1], self._engine, self._trainer, size_bytes, plain_only)),
-                (lend, (theirs[0], self._trainer, transport, size_bytes)),
+                (lend, (theirs[0], self._trainer, transport, shapes_of(size_bytes), "bfloat16")),
             ]
         jobs = [self._context.Process(target=side, args=given) for side, given in sides[: 1 if plain_only else 2]]
         for job in jobs:

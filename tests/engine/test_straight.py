@@ -66,9 +66,12 @@ def source(bench: Bench, transport: str) -> Iterator[Rank]:
 
 
 def transports(bench: Bench) -> tuple[str, ...]:
-    """On a CPU engines are forked from this process, in which NIXL's threads must not have begun: `test_nixl.py`."""
+    """On a CPU engines are forked from this process, in which NIXL's threads must not have begun: `test_nixl.py`.
+
+    On a card the trainer is on the engine's, with which NCCL does not connect it.
+    """
     on_card = isinstance(bench.engine, ReceivingEngine) and getattr(bench.kind, "device", "") == "cuda"
-    return ("shm", "nccl", "nixl", "cuda_ipc") if on_card else ("shm", "nccl")
+    return ("shm", "nixl", "cuda_ipc") if on_card else ("shm", "nccl")
 
 
 def after(bench: Bench) -> PolicyVersion:

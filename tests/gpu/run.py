@@ -67,13 +67,15 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 }
 """Seconds and command of each."""
 
+ON_THE_CARD = "--transport cuda_ipc --parts updates --seconds 6"
+
 PARTS: dict[str, tuple[int, list[str]]] = {
     "step_lora": (140, [*STEP, "--shape", "qwen3-30b-a3b-lora", "--micro-batches", "4", "--warm-up", "1"]),
     "step_moe": (150, [*STEP, "--shape", "moe-1b", "--warm-up", "1"]),
     "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "3"]),
     "load_updates": (
         150,
-        [*LOAD, *MEDIUM.split(), "--parts", "updates", "--seconds", "4", "--engine", '{"compiled": false}'],
+        [*LOAD, *MEDIUM.split(), *ON_THE_CARD.split(), "--engine", '{"compiled": false}'],
     ),
 }
 """Of the stages above, each with a limit of its own; not run unless named."""
@@ -164,6 +166,8 @@ def run(command: list[str], log: Path, limit_s: int, card: int | None) -> int:
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if card is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(card)
+        environment["TMPDIR"] = str(log.with_suffix(".tmp"))  # tests look at what is left there
+        os.makedirs(environment["TMPDIR"], exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

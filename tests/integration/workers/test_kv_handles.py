@@ -23,6 +23,15 @@ async def cluster(make_config, tmp_path, lending):
         yield await both_pools(cluster)
 
 
+async def test_a_worker_says_by_which_ways_kv_and_weights_come(cluster):
+    for member in cluster.members:
+        told = (await member.describe()).capabilities
+        assert told.kv_transports == [{"embedded": "frames", "vllm": "nixl"}[told.engine]]
+        assert told.weight_transports == ["grpc"]  # what the run's configuration says
+        assert told.captures_routes
+        assert told.updates_in_flight
+
+
 async def test_a_decode_worker_takes_the_kv_of_its_prompt_and_salt_from_a_worker_of_the_run_and_no_other(
     cluster, refusal
 ):

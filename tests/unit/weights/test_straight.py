@@ -23,7 +23,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.weights.checksum import slice_checksum
 from slipstream.weights.config import WeightsConfig
 from slipstream.weights.manifest import Manifest, Source, WeightSlice
-from slipstream.weights.straight.collective import CollectiveLender, CollectiveReader
+from slipstream.weights.straight.collective import CollectiveLender, CollectiveReader, meet
 from slipstream.weights.straight.copies import KeptCopies
 from slipstream.weights.straight.lender import Lender
 from slipstream.weights.straight.links import Run, runs_of, target_offsets
@@ -213,6 +213,26 @@ def test_a_reader_that_never_comes_keeps_no_other_from_meeting_its_sender():
     lender.close()
     gone.join(2 * DEADLINE_S)
     assert not gone.is_alive()
+
+
+@pytest.mark.parametrize("card", ["", "GPU-1"])
+def test_both_ends_on_one_card_are_refused_at_once(card):
+    store, outcomes = torch.distributed.HashStore(), {}
+
+    def come(rank: int) -> None:
+        try:
+            meet(store, rank, card, time.monotonic() + DEADLINE_S)
+            outcomes[rank] = "met"
+        except errors.Unsupported as error:
+            outcomes[rank] = error.message
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE_S)
+    refused = "nccl connects no card with itself: for a trainer and an engine on one card take cuda_ipc"
+    assert outcomes == dict.fromkeys(range(2), refused if card else "met")
 
 
 def test_rows_of_a_tensor_go_to_their_place_in_it():

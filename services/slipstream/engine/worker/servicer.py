@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 import grpc
@@ -41,6 +41,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         gate: WorkerGate,
         kv_events: KvEventLog,
         engine_name: str,
+        weight_transports: Sequence[str],
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -62,10 +63,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
         self._capabilities = worker_pb2.WorkerCapabilities(
             engine=engine_name,
-            captures_routes=True,
-            updates_in_flight=True,
-            kv_transports=["frames"],
-            weight_transports=["grpc"],
+            captures_routes=engine.capabilities.captures_routes,
+            updates_in_flight=engine.capabilities.keeps_kv_over_updates,
+            kv_transports=engine.capabilities.kv_transports,
+            weight_transports=weight_transports,
         )
 
     async def GetWorker(

@@ -98,6 +98,7 @@ class Worker:
         tracing.write_to(self.timeline.file)
         self._listen = config.listen
         self._engine_name = config.engine.type
+        self._weight_transports = sorted({"grpc", config.weights.transport})  # adapters go by the first in any case
         self._state = state
         updates = self.updates
         telemetry.observe(engine, lambda: updates.version, lambda: updates.state is WorkerState.STALE)
@@ -105,7 +106,14 @@ class Worker:
     def servicers(self) -> list[Servicer]:
         """What both pools serve."""
         worker = WorkerServicer(
-            self.identity, self.engine, self.updates, self.updater, self.gate, self.kv_events, self._engine_name
+            self.identity,
+            self.engine,
+            self.updates,
+            self.updater,
+            self.gate,
+            self.kv_events,
+            self._engine_name,
+            self._weight_transports,
         )
         return [
             (worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "slipstream.api.inference.v1.WorkerService"),

@@ -89,7 +89,8 @@ class CollectiveLender:
     def _meet(self, reader: str) -> Callable[[], Any]:
         host, _, _ = self._address.rpartition(":")
         ended = self._closed.is_set
-        return lambda: _group(self._backend, self._store, reader, _SENDER, host, self._timeout_s, ended)
+        card = _card(self._device)
+        return lambda: _group(self._backend, self._store, reader, _SENDER, host, self._timeout_s, card, ended)
 
 
 class _Sender:
@@ -117,7 +118,7 @@ class _Sender:
                 starts = (partial(send, [piece]) for piece in pieces)
                 with aside.entered():
                     _finish(starts, time.monotonic() + self._timeout_s, self._device)
-        except (RuntimeError, DeadlineExceeded) as error:  # the reader is gone, or late: it comes again
+        except (RuntimeError, DeadlineExceeded, Unsupported) as error:  # the reader is gone, or late: it comes again
             log.info("weights_link_ended", detail=str(error).partition("\n")[0])
         finally:
             _abort(group)
@@ -155,7 +156,8 @@ class CollectiveReader:
                 host, _, port = link.store.rpartition(":")
                 timeout = timedelta(seconds=left_s)
                 store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-                self._groups[key] = _group(link.backend, store, link.name, _READER, host, left_s)
+                card = _card(self._device)
+                self._groups[key] = _group(link.backend, store, link.name, _READER, host, left_s, card)
             group = self._groups[key]
             landings = list(_landings(runs, link.piece_bytes, target))
             receive = partial(group.recv, srcRank=_SENDER, tag=0)
@@ -209,12 +211,13 @@ def _group(
     rank: int,
     host: str,
     timeout_s: float,
+    card: str,
     ended: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Returns once both are there. Raises `DeadlineExceeded` if the other does not come."""
+    """Returns once both are there. Raises as `meet` does."""
     timeout = timedelta(seconds=timeout_s)
     prefixed = PrefixStore(name, store)
-    _meet(prefixed, rank, time.monotonic() + timeout_s, ended)
+    meet(prefixed, rank, card, time.monotonic() + timeout_s, ended)
     if backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -228,13 +231,23 @@ def _group(
         return nccl(prefixed, rank, 2, options)
 
 
-def _meet(store: Any, rank: int, deadline_s: float, ended: Callable[[], bool]) -> None:
-    """By looking: a wait in a store keeps its other users out, and NCCL waits for ever for who is not there."""
-    store.set(f"here/{rank}", "")
+def meet(store: Any, rank: int, card: str, deadline_s: float, ended: Callable[[], bool] = lambda: False) -> None:
+    """By looking: a wait in a store keeps its other users out, and NCCL waits for ever for who is not there.
+
+    Raises `DeadlineExceeded` if the other end does not come, `Unsupported` if it is on the same card.
+    """
+    store.set(f"here/{rank}", card)
     while not store.check([f"here/{1 - rank}"]):
         if ended() or time.monotonic() > deadline_s:
             raise DeadlineExceeded("the other end did not come")
         time.sleep(MEET_POLL_S)
+    if card and store.get(f"here/{1 - rank}").decode() == card:
+        raise Unsupported("nccl connects no card with itself: for a trainer and an engine on one card take cuda_ipc")
+
+
+def _card(device: torch.device) -> str:
+    """The same in all processes that see it; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _finish(starts: Iterator[Callable[[], Any]], deadline_s: float, device: torch.device) -> None:
