@@ -28,7 +28,7 @@ REPORTED = {
 
 OWN_SPANS = {
     *(("orchestrator", name) for name in ("group", "queue", "training")),
-    *(("runner", name) for name in ("run", "turn", "place", "decode", "score")),
+    *(("runner", name) for name in ("run", "turn", "place", "decode", "score", "environment_score")),
 }
 SERVED_SPANS = {("router", "Place"), ("decode", "Decode")}
 """What those answered whom the runner asked. Prefill workers may be left out of a turn, but not of all."""

@@ -31,6 +31,7 @@ PERIOD_S = 1.0
 TIMEOUT_S = 5.0
 CLOSE_S = 1.0
 WARNED_EVERY_S = 60.0
+PROCESS = "service.name", "service.instance.id"
 
 
 class OtlpExport:
@@ -46,7 +47,10 @@ class OtlpExport:
         except ModuleNotFoundError as error:
             raise ConfigError(explain("tracing.otlp_endpoint", [str(error.name)], "tracing")) from None
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # of a collector that is gone, we tell ourselves
-        self._resource = resources.Resource(dict(resource))
+        self._resources = resources
+        self._own = dict(resource)
+        self._by_process: dict[tuple[str, str] | None, Any] = {}
+        """One a process that spans come from: this one, and those it brings spans of, of which it has few."""
         self._exporter: Any = exporters.OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_S)
         self._done = importlib.import_module("opentelemetry.sdk.trace.export").SpanExportResult.SUCCESS
         self._queue: queue.Queue[Span] = queue.Queue(QUEUE_SPANS)
@@ -106,7 +110,7 @@ class OtlpExport:
             span.name,
             context=self._context(span.context),
             parent=self._context(TraceContext(span.context.trace_id, parent_id)) if parent_id else None,
-            resource=self._resource,
+            resource=self._resource(span.process),
             attributes={
                 name: v if isinstance(v, bool | int | float) else str(v) for name, v in span.attributes.items()
             },
@@ -114,6 +118,12 @@ class OtlpExport:
             start_time=round(span.start_s * 1e9),
             end_time=round(span.end_s * 1e9),
         )
+
+    def _resource(self, process: tuple[str, str] | None) -> Any:
+        if process not in self._by_process:
+            named = {} if process is None else dict(zip(PROCESS, process, strict=True))
+            self._by_process[process] = self._resources.Resource({**self._own, **named})
+        return self._by_process[process]
 
     def _context(self, context: TraceContext) -> Any:
         flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED)

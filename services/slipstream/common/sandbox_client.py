@@ -21,6 +21,7 @@ import grpc
 import structlog
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
+from slipstream.common import tracing
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.errors import Draining, SandboxUnknown, SlipstreamError, Unreachable, from_rpc_error
@@ -225,7 +226,8 @@ class SandboxClient:
         if timeout_s is None:
             timeout_s = (limits.wall_s or DEFAULT_WALL_S) + QUEUE_TIMEOUT_S
         request = sandbox_pb2.ExecRequest(argv=argv, stdin=stdin, limits=limits.to_proto(), env=env)
-        return await self._while_away(lambda: self._run_once(request, timeout_s))
+        with tracing.span("sandbox_run"):
+            return await self._while_away(lambda: self._run_once(request, timeout_s))
 
     async def _run_once(self, request: sandbox_pb2.ExecRequest, timeout_s: float) -> ExecResult:
         request.sandbox_id = await self._sandbox()

@@ -6,6 +6,7 @@ A line is an interval of work (`kind` says of which), a span of a trace (`kind` 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.common.disk import AppendFile, PatientFile
@@ -19,11 +20,25 @@ class TimelineFile:
 
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
         """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
+        self.path = path
+        self._limit_bytes = limit_bytes
         self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
 
     def record(self, kind: str, start_s: float, end_s: float, **fields: object) -> None:
-        line = {"kind": kind, "start_s": round(start_s, 6), "end_s": round(end_s, 6), **fields}
-        self._file.write(json.dumps(line).encode() + b"\n")
+        self.record_all(kind, [(start_s, end_s, fields)])
+
+    def record_all(self, kind: str, lines: Sequence[tuple[float, float, Mapping[str, object]]]) -> None:
+        """Several at once: when each began, when it ended, and what else is said of it."""
+        self._file.write(b"".join(_line(kind, *line) for line in lines))
+
+    def beside(self, name: str) -> TimelineFile:
+        """A file of the same kind for what belongs to this one's process."""
+        return TimelineFile(self.path.with_name(f"{self.path.stem}-{name}.jsonl"), self._limit_bytes)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(kind: str, start_s: float, end_s: float, fields: Mapping[str, object]) -> bytes:
+    line = {"kind": kind, "start_s": round(start_s, 6), "end_s": round(end_s, 6), **fields}
+    return json.dumps(line).encode() + b"\n"

@@ -11,14 +11,18 @@ every service knows them without being told, also after a restart. Inside a call
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import random
 import re
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import structlog
 
@@ -33,6 +37,11 @@ SPAN = "span"
 """The `kind` of a line that is a span and no interval of work."""
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-01")
 _SHARES = 1 << 32
+BATCH_SPANS = 64
+PERIOD_S = 0.2
+"""How long a span that has ended waits for others: what a process that is killed may lose."""
+_ids = random.Random(os.urandom(32))
+os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
 
 
 class TraceContext(NamedTuple):
@@ -56,6 +65,8 @@ class Span:
     links: Sequence[TraceContext] = ()
     """Traces that it belongs to as well."""
     attributes: dict[str, Any] = field(default_factory=dict[str, Any])
+    process: tuple[str, str] | None = None
+    """Service and replica of another process that it was brought from."""
 
     def fields(self) -> dict[str, Any]:
         """What a line of the timeline says of it, beside when."""
@@ -69,22 +80,57 @@ class Tracer:
     """What is recorded, and where it goes. One a process."""
 
     def __init__(
-        self, run_id: str, share: float, file: TimelineFile | None = None, otlp: OtlpExport | None = None
+        self,
+        run_id: str,
+        share: float,
+        file: TimelineFile | None = None,
+        otlp: OtlpExport | None = None,
+        batch_spans: int = BATCH_SPANS,
     ) -> None:
+        """`batch_spans`: so many go to the file together, at most."""
+        self.batch_spans = batch_spans
         self.run_id = run_id
         self.share = share
         self.file = file
         self.otlp = otlp
+        self._waiting: deque[Span] = deque()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Flushes in a moment."""
 
     def write(self, span: Span) -> None:
-        """Put a span where spans go."""
-        if self.file is not None:
+        """Put a span where spans go. Where an event loop runs, those of a moment are written at once: each call of the
+        system lets the other threads in, which costs several times what the span itself does."""
+        self._waiting.append(span)
+        if len(self._waiting) >= self.batch_spans or not self._flushes_later():
+            self.flush()
+        self.export(span)
+
+    def flush(self) -> None:
+        """Write what waits for the file."""
+        with self._lock:
+            spans = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if self.file is None or not spans:
+                return
             try:
-                self.file.record(SPAN, span.start_s, span.end_s, **span.fields())
+                self.file.record_all(SPAN, [(span.start_s, span.end_s, span.fields()) for span in spans])
             except OSError as error:  # of a full disk it waits for room; here there is none to write to
                 log.warning("spans_not_written", detail=str(error))
                 self.file = None
-        self.export(span)
+
+    def _flushes_later(self) -> bool:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_later(PERIOD_S, self._flush_now)
+        return True
+
+    def _flush_now(self) -> None:
+        self._loop = None
+        self.flush()
 
     def export(self, span: Span) -> None:
         """Hand a span that is in the file already to the collector."""
@@ -92,14 +138,26 @@ class Tracer:
             self.otlp.put(span)
 
     def close(self) -> None:
+        self.flush()
         if self.otlp is not None:
             self.otlp.close()
 
 
 log = structlog.get_logger()
 
+
+class Carrier(Protocol):
+    """What holds the present place in a trace, apart for each task and thread. A `ContextVar` is one."""
+
+    def get(self) -> TraceContext | None: ...
+
+    def set(self, value: TraceContext, /) -> Any: ...
+
+    def reset(self, token: Any, /) -> None: ...
+
+
 _tracer = Tracer("", 0.0)
-_current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
+_current: Carrier = ContextVar[TraceContext | None]("trace", default=None)
 
 
 def setup(config: ServiceConfig, service: str) -> None:
@@ -119,6 +177,7 @@ def setup(config: ServiceConfig, service: str) -> None:
 def use(tracer: Tracer) -> None:
     """Record with this one from now on."""
     global _tracer
+    _tracer.flush()
     _tracer = tracer
 
 
@@ -126,6 +185,33 @@ def write_to(file: TimelineFile) -> None:
     """Spans join the intervals that this process writes already: one file a process."""
     if _tracer.share:
         _tracer.file = file
+
+
+def carry_in(carrier: Carrier) -> None:
+    """Keep the place in a trace there from now on: for a process whose code may have means of its own to move it."""
+    global _current
+    _current = carrier
+
+
+def carrier() -> Carrier:
+    """Where the place in a trace is kept."""
+    return _current
+
+
+def file_beside(name: str) -> TimelineFile | None:
+    """A file for the spans of another process, beside this one's; None where this one has none."""
+    return _tracer.file.beside(name) if _tracer.file is not None else None
+
+
+def bring(spans: Sequence[Span], file: TimelineFile | None) -> None:
+    """Write spans of another process to its file, and hand them to the collector."""
+    if file is not None:
+        try:
+            file.record_all(SPAN, [(span.start_s, span.end_s, span.fields()) for span in spans])
+        except OSError as error:
+            log.warning("spans_not_written", detail=str(error))
+    for span in spans:
+        _tracer.export(span)
 
 
 def close() -> None:
@@ -184,6 +270,11 @@ def export(span: Span) -> None:
     _tracer.export(span)
 
 
+def current() -> TraceContext | None:
+    """The block that is open around this code."""
+    return _current.get()
+
+
 def traceparent() -> str | None:
     """What a call made now carries."""
     context = _current.get()
@@ -214,7 +305,7 @@ class _Open:
         self._parent = parent
         self._attributes = attributes
         self._context = TraceContext(parent.trace_id, _new_id())
-        self._token: Token[TraceContext | None]
+        self._token: Any
 
     def __enter__(self) -> Self:
         self._token = _current.set(self._context)
@@ -235,7 +326,7 @@ class _Entered:
 
     def __init__(self, context: TraceContext) -> None:
         self._context = context
-        self._token: Token[TraceContext | None]
+        self._token: Any
 
     def __enter__(self) -> None:
         self._token = _current.set(self._context)
@@ -264,4 +355,4 @@ def child(parent: TraceContext) -> TraceContext:
 
 
 def _new_id() -> str:
-    return os.urandom(8).hex()
+    return f"{_ids.getrandbits(64):016x}"

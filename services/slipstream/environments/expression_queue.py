@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.common import tracing
 from slipstream.common.sandbox_client import ExecResult
 
 Verdict = dict[str, Any] | None
@@ -31,6 +33,8 @@ class _Group:
     """Set when it is judged, has failed, or may lead."""
     verdicts: list[Verdict] | None = None
     outcome: str = ""
+    trace: tracing.TraceContext | None = field(default_factory=tracing.current)
+    """Of the call that waits for it."""
     error: Exception | None = None
 
     @property
@@ -87,12 +91,17 @@ class JudgeQueue:
 
     async def _run(self, batch: list[_Group], execute: Execute) -> None:
         targets = [group.target for group in batch for _ in group.expressions]
+        began_s = time.monotonic()
         try:
-            result = await execute(targets, [text for group in batch for text in group.expressions])
+            with tracing.entered(batch[0].trace), tracing.span("judge", groups=len(batch)):
+                judged_in = tracing.current()
+                result = await execute(targets, [text for group in batch for text in group.expressions])
         except Exception as error:  # of all of them: whatever it was, each group fails with it
             for group in batch:
                 group.error = error
             return
+        for group in batch[1:]:
+            tracing.record("judge", group.trace, time.monotonic() - began_s, links=[judged_in], groups=len(batch))
         verdicts = parse_verdicts(result.stdout, len(targets))
         start = 0
         for group in batch:

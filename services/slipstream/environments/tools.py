@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
+from slipstream.common import tracing
 from slipstream.common.sandbox_client import ExecResult, SandboxClient, SandboxLimits
 
 
@@ -44,6 +46,10 @@ class Tools:
     def sandbox_away(self) -> bool:
         """Whether an executor did not answer when it was asked last."""
         return any(client.away for client in self._clients)
+
+    def span(self, name: str, **attributes: Any) -> AbstractContextManager[Any]:
+        """A block that the rollout's trace shows below the call of the environment it is in; nothing if it has none."""
+        return tracing.span(name, **attributes)
 
     async def run_python(self, source: str, stdin: bytes, limits: SandboxLimits) -> ExecResult:
         """One execution in the sandbox. Raises `SandboxNotConfigured`, or what the executor refuses with."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from slipstream.common import tracing
 from slipstream.common.errors import (
     ContextTooLong,
     EnvironmentFailed,
@@ -34,6 +35,7 @@ from slipstream.common.errors import (
 from slipstream.common.reaper import END_NOW, guarded
 from slipstream.runner import telemetry
 from slipstream.runner.memory_watch import held_bytes
+from slipstream.runner.span_intake import SpanIntake
 from slipstream.runner.watchdog import MAX_REPORT_BYTES
 
 log = structlog.get_logger()
@@ -211,6 +213,7 @@ class EnvironmentWorker:
         """`environments`: names of those that this process is for. `memory_limit_bytes`: 0 is no limit."""
         self._memory_limit_bytes = memory_limit_bytes
         self._open: set[int] = set()
+        self._spans = SpanIntake(",".join(environments))
         self._why = ""
         """Why the present process ended, where that is known."""
         self._config_arguments = list(config_arguments)
@@ -219,6 +222,8 @@ class EnvironmentWorker:
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._traced: set[int] = set()
+        """Requests that carried a trace: what their process had recorded of it ends with the process."""
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._up = asyncio.Event()
@@ -344,7 +349,9 @@ class EnvironmentWorker:
 
     async def _ask(self, environment: str, request: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
-        line = json.dumps({"id": number, **request}).encode() + b"\n"
+        trace = tracing.traceparent()
+        carried = {} if trace is None else {"trace": trace}
+        line = json.dumps({"id": number, **carried, **request}).encode() + b"\n"
         if len(line) >= MAX_LINE_BYTES:  # it would end the process, and what others have there
             message = f"this is {len(line)} bytes for the environment worker, which takes {MAX_LINE_BYTES}"
             if request["op"] == "session":
@@ -358,6 +365,8 @@ class EnvironmentWorker:
             async with asyncio.timeout(self._timeout_s):
                 assert self._writer is not None
                 future = self._waiting[number] = asyncio.get_running_loop().create_future()
+                if trace is not None:
+                    self._traced.add(number)
                 self._writer.write(line)
                 await self._writer.drain()
                 reply = await future
@@ -366,6 +375,8 @@ class EnvironmentWorker:
                 self._give_back(future.result())  # it came, and was not taken
             raise
         except TimeoutError:
+            if trace is not None:
+                self._spans.lost("process_ended")
             telemetry.environment_failures.labels(environment).inc()
             self._why = self._why or "too_slow"
             self._kill()
@@ -377,6 +388,7 @@ class EnvironmentWorker:
             raise EnvironmentFailed("the environment worker died", environment=environment) from error
         finally:
             self._waiting.pop(number, None)
+            self._traced.discard(number)
         if "error" in reply:
             telemetry.environment_failures.labels(environment).inc()
             raise failure_of(reply, environment)
@@ -406,6 +418,9 @@ class EnvironmentWorker:
                     log.info("environment_worker_started", pid=self._process.pid, environments=self._environments)
                     self._epoch += 1
                     self._up.set()
+                    continue
+                if "spans" in reply:
+                    self._spans.take(reply)
                     continue
                 future = self._waiting.get(reply["id"])
                 if future is not None and not future.done():
@@ -446,6 +461,8 @@ class EnvironmentWorker:
         for number, future in self._waiting.items():
             if future.done():
                 continue
+            if number in self._traced:
+                self._spans.lost("process_ended")
             if self._why == "memory":
                 limit = f"the environment's process held more than memory_limit_bytes = {self._memory_limit_bytes}"
                 future.set_exception(EnvironmentMemory(limit, environment=self._environments))

@@ -19,6 +19,7 @@ from typing import Any
 
 import structlog
 
+from slipstream.common import tracing
 from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.errors import ContextTooLong, SlipstreamError
@@ -31,12 +32,14 @@ from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
+from slipstream.runner import otel_bridge, span_return
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import MAX_LINE_BYTES
 from slipstream.runner.episode_host import EpisodeHost
 from slipstream.runner.memory_watch import bound_data
 from slipstream.runner.scores import score_as_json
 from slipstream.runner.session_texts import SessionTexts
+from slipstream.runner.span_return import SpanReturn
 from slipstream.runner.user_code import RAISED, away, given_up, told
 from slipstream.runner.watchdog import Watchdog, request_of
 
@@ -180,7 +183,8 @@ class EnvironmentHost:
         environment = self._environments[task["environment"]]
         assert not takes_turns(environment)
         tools = Tools(self._sandbox)
-        judged = await environment.score(environment.task(task["split"], task["index"]), completions, tools)
+        with tracing.span("environment_score", environment=task["environment"], samples=len(samples)):
+            judged = await environment.score(environment.task(task["split"], task["index"]), completions, tools)
         for score in judged:
             if not isinstance(score, Score):
                 raise TypeError(
@@ -211,15 +215,20 @@ def encoded(reply: dict[str, Any]) -> bytes:
     return data
 
 
-async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None:
+async def serve_socket(host: EnvironmentHost, connection: socket.socket, spans: SpanReturn | None = None) -> None:
     """Answer requests until the runner closes its end. At most as many are open as the runner has groups."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
 
+    if spans is not None:
+        spans.sends_to(writer)
     host.ends_with(lambda: connection.shutdown(socket.SHUT_RD))
     writer.write(json.dumps({"ready": True}).encode() + b"\n")
 
     async def answer(request: dict[str, Any]) -> None:
-        reply = await host.answer(request)
+        with tracing.entered(tracing.parse(request.get("trace", ""))):
+            reply = await host.answer(request)
+        if spans is not None:
+            spans.flush()
         if not reply["id"]:  # nobody waits for it
             return
         try:
@@ -234,6 +243,8 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
     answering: set[asyncio.Task[None]] = set()
     try:
         async with asyncio.TaskGroup() as group:
+            if spans is not None:
+                answering.add(group.create_task(spans.run()))
             while line := await reader.readline():
                 request = json.loads(line)
                 request_of.set(request["id"])  # of the task that is made now
@@ -243,25 +254,29 @@ async def serve_socket(host: EnvironmentHost, connection: socket.socket) -> None
             for task in answering:
                 task.cancel()  # nobody hears its answer
         await host.close()
+        if spans is not None:
+            spans.flush()
     finally:
         writer.close()
 
 
 async def run(config: RunnerConfig, connection: socket.socket, report_fd: int) -> None:
     limit_s = min(config.environment_blocked_timeout_s, config.environment_timeout_s / 2)
+    spans = span_return.install(config.tracing)
     environments = build_environments(config.environments, config.seed)
+    otel_bridge.provide()
     Watchdog(report_fd, limit_s, ", ".join(environments)).start()
     if not config.sandbox_address:
         for environment in environments.values():
             if takes_turns(environment) and environment.needs_sandbox:
                 raise ConfigError(f"environments.{environment.name}: it needs a sandbox: set sandbox_address")
-        await serve_socket(EnvironmentHost(config, environments, None), connection)
+        await serve_socket(EnvironmentHost(config, environments, None), connection, spans)
         return
     # Whoever waits for an executor says so before the runner gives this process up.
     away_timeout_s = min(AWAY_TIMEOUT_S, config.environment_timeout_s / 3)
     access = Access.from_config(config)
     async with SandboxClient(config.sandbox_address, access, away_timeout_s=away_timeout_s) as sandbox:
-        await serve_socket(EnvironmentHost(config, environments, sandbox), connection)
+        await serve_socket(EnvironmentHost(config, environments, sandbox), connection, spans)
 
 
 def main() -> None:

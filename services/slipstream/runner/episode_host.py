@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from slipstream.common import tracing
 from slipstream.common.errors import ContextTooLong, SandboxAway
 from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Limits, Turn
 from slipstream.environments.chat import Chat
@@ -159,7 +160,8 @@ class EpisodeHost:
         trained_roles: Sequence[str],
     ) -> dict[str, Any]:
         tools = Tools(self._sandbox)
-        episode = await self._within(limits, "setup", environment.setup(task, tools), tools)
+        with tracing.span("environment_setup", environment=environment.name):
+            episode = await self._within(limits, "setup", environment.setup(task, tools), tools)
         try:
             first = str(getattr(episode, "role", ""))
             seats = Seats(chat, context_tokens, roles_of(environment), episode.tools, first)
@@ -193,7 +195,8 @@ class EpisodeHost:
         )
         said = list(parsed.refusals)
         if parsed.message.tool_calls or not parsed.refusals or last:
-            answered = await self._within(limits, "a step", opened.episode.step(parsed.message), opened.tools)
+            with tracing.span("environment_step", environment=opened.environment.name, turn=opened.turn_count):
+                answered = await self._within(limits, "a step", opened.episode.step(parsed.message), opened.tools)
             if isinstance(answered, Context | Turn):
                 opened.seats.go_on(answered)
                 said = []
@@ -210,7 +213,8 @@ class EpisodeHost:
             return {"over": "context"}
 
     async def _score(self, opened: _Open) -> dict[str, Any]:
-        score = await self._within(opened.limits, "the score", opened.episode.score(), opened.tools)
+        with tracing.span("environment_score", environment=opened.environment.name):
+            score = await self._within(opened.limits, "the score", opened.episode.score(), opened.tools)
         seats = opened.seats
         return {
             "score": episode_score_as_json(
@@ -223,7 +227,8 @@ class EpisodeHost:
     async def _close(self, episode: Episode) -> None:
         try:
             async with asyncio.timeout(min(CLOSE_TIMEOUT_S, self._max_step_s)):
-                await episode.close()
+                with tracing.span("environment_close"):
+                    await episode.close()
         except RAISED as error:
             if given_up(error):
                 raise

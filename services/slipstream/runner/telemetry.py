@@ -50,6 +50,16 @@ episodes_begun_again = Counter(
     "Episodes that went on in another process, as other code blocked theirs, by environment.",
     ["environment"],
 )
+environment_spans = Counter(
+    "slipstream_runner_environment_spans",
+    "Spans that processes of environments have sent, by environment.",
+    ["environment"],
+)
+environment_spans_lost = Counter(
+    "slipstream_runner_environment_spans_lost",
+    "Spans of processes of environments that were lost, by environment and why: queue, malformed, process_ended.",
+    ["environment", "why"],
+)
 samples_begun = Counter(
     "slipstream_runner_samples_begun",
     "Training samples begun by rollouts that take turns, by environment and why: first, branch, template, history.",

@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
+from slipstream.common import tracing
 from slipstream.common.channel import MAX_MESSAGE_BYTES
 from slipstream.common.errors import InvalidRequest, RootfsUnknown, Unsupported
 from slipstream.common.idempotency import RequestMemory
@@ -80,6 +81,8 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             async with aclosing(execution.events()) as events:
                 async for event in events:
                     if isinstance(event, Ended):
+                        tracing.record("program", tracing.current(), event.wall_s, outcome=event.outcome.value,
+                                       cpu_s=event.cpu_s, waited_s=execution.waited_s)  # fmt: skip
                         log.debug("exec_ended", request_id=request.request_id, outcome=event.outcome.value)
                         yield sandbox_pb2.ExecResponse(result=_result(event, execution.waited_s))
                     elif event[0] == "stdout":
