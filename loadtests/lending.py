@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def lend(pipe: Connection, device_name: str, transport: str, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
@@ -39,7 +43,7 @@ def lend(pipe: Connection, device_name: str, transport: str, shapes: Mapping[str
     lender.close()
 
 
-def _told(pipe: Connection) -> int | str | None:
+def _told(pipe: Connection) -> Any:
     """The next message; None too when the one that sends them has ended."""
     try:
         return pipe.recv()
@@ -47,9 +51,9 @@ def _told(pipe: Connection) -> int | str | None:
         return None
 
 
-def _random(shape: tuple[int, ...], device: object, dtype: str) -> object:
+def _random(shape: tuple[int, ...], device: torch.device, dtype: str) -> torch.Tensor:
     """Weights with which a model computes: norms of 1, matrices small."""
     import torch
 
-    made = torch.ones(shape, device=device, dtype=getattr(torch, dtype))  # type: ignore[call-overload]
+    made = torch.ones(shape, device=device, dtype=getattr(torch, dtype))
     return made if len(shape) == 1 else made.normal_(0, 0.02)

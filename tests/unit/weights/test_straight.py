@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common import errors
@@ -217,7 +218,7 @@ def test_a_reader_that_never_comes_keeps_no_other_from_meeting_its_sender():
 
 @pytest.mark.parametrize("card", ["", "GPU-1"])
 def test_both_ends_on_one_card_are_refused_at_once(card):
-    store, outcomes = torch.distributed.HashStore(), {}
+    store, outcomes = HashStore(), {}
 
     def come(rank: int) -> None:
         try:
