@@ -15,9 +15,19 @@ CALL = "<tool_call>"
 class Draft:
     """One answer. What a message does not have in its content, reasoning and calls, is never shown."""
 
-    def __init__(self, codec: TextCodec, *, tools: bool, thinking: bool, stops: Sequence[str]) -> None:
-        """`thinking`: its prompt ended within the reasoning. `stops`: texts at which it ends."""
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        tools: bool,
+        thinking: bool,
+        stops: Sequence[str],
+        end_ids: Sequence[int] | None = None,
+    ) -> None:
+        """`thinking`: its prompt ended within the reasoning. `stops`: texts at which it ends. `end_ids`: tokens that
+        end it, if not those of the tokenizer."""
         self._codec = codec
+        self._end_ids = codec.stop_token_ids if end_ids is None else end_ids
         self._stream = DecodeStream(skip_special_tokens=False)
         self._held = [*stops, *([CALL] if tools else [])]
         self._tools = tools
@@ -31,7 +41,7 @@ class Draft:
     def hear(self, token_ids: Iterable[int]) -> tuple[str, int | None]:
         """Take tokens; returns text that may be shown now, and at how many of them the answer ended, if it did."""
         for count, token_id in enumerate(token_ids, start=1):
-            if token_id in self._codec.stop_token_ids:
+            if token_id in self._end_ids:
                 continue
             before = len(self.text)
             self.text += self._codec.step(self._stream, token_id)

@@ -16,13 +16,15 @@ What a sample shares with an earlier one is trained only there, as `Rollout` tra
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from slipstream.common.errors import ContextTooLong
-from slipstream.environments.chat import Chat
 from slipstream.environments.messages import Message, ToolSpec, said_the_same
+from slipstream.environments.renderer import Renderer, Told
 from slipstream.environments.tool_calls import Parsed
 
 Begun = Literal["", "first", "branch", "template", "history"]
@@ -58,7 +60,10 @@ class _Turn:
     """Messages of the sample before it."""
 
     shown: str
-    """Its prompt, as the template renders it."""
+    """Its prompt as text."""
+
+    start: int
+    """Tokens of the prompt."""
 
     tools: tuple[ToolSpec, ...]
     end: int = 0
@@ -69,7 +74,8 @@ class _Turn:
 
 @dataclass
 class _Sample:
-    token_count: int = 0
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    """All so far, as they were asked and sampled."""
     messages: list[Message] = field(default_factory=list[Message])
     turns: list[_Turn] = field(default_factory=list[_Turn])
     """Its own: those of a branch's beginning are the other sample's."""
@@ -80,8 +86,8 @@ class _Sample:
 class Transcript:
     """One rollout's samples. `ask` before a turn, `answer` after it; turns of different samples may overlap."""
 
-    def __init__(self, chat: Chat, context_tokens: int) -> None:
-        self._chat = chat
+    def __init__(self, renderer: Renderer, context_tokens: int) -> None:
+        self._renderer = renderer
         self._context_tokens = context_tokens
         self._samples: list[_Sample] = []
         self.text_bytes = 0
@@ -103,34 +109,30 @@ class Transcript:
         if found is not None:
             number, turn = found
             known = self._samples[number]
-            messages = [*known.messages[: turn.message_count + 1], *messages[turn.message_count + 1 :]]
-        shown = self._chat.show(messages, tools)
-        if found is not None:
-            number, turn = found
-            known = self._samples[number]
-            rest = self._rest(known, turn, shown)
-            if rest is not None:
-                self._check_text(turn.end, rest)
-                new = self._chat.encode_after_end(rest) if turn.ended else self._chat.encode(self._chat.end_text + rest)
+            new = turn.message_count + 1
+            messages = [*known.messages[:new], *messages[new:]]
+            check = partial(self._check_text, turn.end)
+            rendered = self._renderer.go_on(_told(known, turn), messages, new, tools, check)
+            if rendered is not None:
                 newest = turn is known.turns[-1] and not known.closed
                 prompt = Prompt(
                     sample=number if newest else len(self._samples),
                     base_sample=number,
                     base_token_count=turn.end,
-                    new_token_ids=new,
+                    new_token_ids=rendered.token_ids,
                     begun="" if newest else "branch",
                 )
-                return self._begin(prompt, messages, shown, tools)
+                return self._begin(prompt, messages, rendered.text, tools)
             begun = "template"
-        self._check_text(0, shown)
-        prompt = Prompt(len(self._samples), 0, 0, self._chat.encode(shown), begun)
-        return self._begin(prompt, messages, shown, tools)
+        rendered = self._renderer.begin(messages, tools, partial(self._check_text, 0))
+        prompt = Prompt(len(self._samples), 0, 0, rendered.token_ids, begun)
+        return self._begin(prompt, messages, rendered.text, tools)
 
     def ask_text(self, text: str) -> Prompt:
         """The prompt of a turn after a text that is taken as it is. It begins a sample. Raises `ContextTooLong`."""
         self._check_text(0, text)
         begun: Begun = "history" if self._samples else "first"
-        return self._begin(Prompt(len(self._samples), 0, 0, self._chat.encode(text), begun), [], text, ())
+        return self._begin(Prompt(len(self._samples), 0, 0, self._renderer.codec.encode(text), begun), [], text, ())
 
     def take_up(self, prompt: Prompt, messages: Sequence[Message], tools: Sequence[ToolSpec], text: str | None) -> None:
         """As `ask` answered it in an earlier process, or `ask_text` where there is a text."""
@@ -141,7 +143,7 @@ class Transcript:
         if base is not None and turn is not None:
             messages = [*base.messages[: turn.message_count + 1], *messages[turn.message_count + 1 :]]
         tools = tuple(tools)
-        shown = self._chat.show(messages, tools) if text is None else text
+        shown = self._renderer.show(messages, tools) if text is None else text
         while len(self._samples) < prompt.sample:  # of turns that came to no end there, or do so later
             self._samples.append(_Sample())
         self._begin(prompt, messages, shown, tools)
@@ -159,13 +161,17 @@ class Transcript:
         turn = known.turns[-1]
         if turn.end:
             raise ValueError("this sample waits for no answer")
-        names, call_id = [tool.name for tool in turn.tools], f"call-{sample}-{len(known.turns)}"
-        if shown is None:
-            parsed = self._chat.read(token_ids, tools=names, stopped=stopped, prompt=turn.shown, call_id=call_id)
-        else:
-            parsed = self._chat.parse(shown, tools=names, stopped=stopped, prompt=turn.shown, call_id=call_id)
-        known.token_count += len(token_ids)
-        turn.end, turn.ended = known.token_count, stopped
+        asked = {
+            "tools": turn.tools,
+            "stopped": stopped,
+            "prompt": turn.shown,
+            "prompt_token_ids": known.token_ids,
+            "call_id": f"call-{sample}-{len(known.turns)}",
+        }
+        renderer = self._renderer
+        parsed = renderer.read(token_ids, **asked) if shown is None else renderer.parse(shown, **asked)
+        known.token_ids.extend(token_ids)
+        turn.end, turn.ended = len(known.token_ids), stopped
         known.messages.append(parsed.message)
         return parsed
 
@@ -213,37 +219,21 @@ class Transcript:
                     break
         return best
 
-    def _rest(self, sample: _Sample, turn: _Turn, shown: str) -> str | None:
-        """What `shown` has after the end of a turn; None where it shows the turn, or what was before, otherwise.
-
-        The same message in other words of the template's, such as a call's JSON with other spaces, is the same.
-        """
-        if not shown.startswith(turn.shown):
-            return None
-        found = self._chat.after_turn(shown, len(turn.shown))
-        if found is None:
-            return None
-        text, rest = found
-        names = [tool.name for tool in turn.tools]
-        parsed = self._chat.parse(text, tools=names, stopped=True, prompt=turn.shown).message
-        said = sample.messages[turn.message_count]
-        same = said_the_same(parsed, said) and bool(parsed.reasoning) == bool(said.reasoning)
-        return rest if same else None
-
     def _begin(self, prompt: Prompt, messages: Sequence[Message], shown: str, tools: tuple[ToolSpec, ...]) -> Prompt:
         self._check(prompt.token_count)
         if prompt.sample == len(self._samples):
             self._samples.append(_Sample())
         sample = self._samples[prompt.sample]
-        sample.token_count = prompt.token_count
+        shared = self._samples[prompt.base_sample].token_ids[: prompt.base_token_count]
+        sample.token_ids = shared + array("i", prompt.new_token_ids)
         sample.messages[:] = messages
-        sample.turns.append(_Turn(len(messages), shown, tools))
+        sample.turns.append(_Turn(len(messages), shown, prompt.token_count, tools))
         self.text_bytes += text_bytes(shown)
         return prompt
 
     def _check_text(self, token_count: int, text: str) -> None:
         """A long text takes seconds to encode, which are others' seconds too: what cannot fit is not begun."""
-        self._check(token_count + len(text) / self._chat.codec.longest_token)
+        self._check(token_count + len(text) / self._renderer.codec.longest_token)
 
     def _check(self, token_count: float) -> None:
         if token_count >= self._context_tokens:
@@ -252,6 +242,17 @@ class Transcript:
                 name="prompt",
                 limit=self._context_tokens,
             )
+
+
+def _told(sample: _Sample, turn: _Turn) -> Told:
+    return Told(
+        turn.shown,
+        sample.token_ids[: turn.start],
+        sample.token_ids[turn.start : turn.end],
+        sample.messages[turn.message_count],
+        turn.tools,
+        turn.ended,
+    )
 
 
 def text_bytes(text: str) -> int:

@@ -1,7 +1,7 @@
 """Builds the environments of a configuration and looks at them, in a process of its own: their code may be anyone's.
 
 Reads one JSON object on standard input; its last line of standard output is a JSON list of problems, each the name of
-an environment and a sentence.
+an environment, or the renderer's section, and a sentence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pydantic import TypeAdapter
 from slipstream.common.config import ConfigError
 from slipstream.environments.base import AnyEnvironment, EpisodeEnvironment, Limits, takes_turns
 from slipstream.environments.config import EntryPointConfig, EnvironmentConfig, ImportedConfig
+from slipstream.environments.config_renderer import SECTION, FamilyConfig, RendererConfig
 from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
+from slipstream.environments.rendering import load_renderer
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 
 TASKS_LOOKED_AT = 32
@@ -53,6 +55,19 @@ def probe(
         if sentence:
             problems.append((config.name, sentence))
     return problems
+
+
+def probe_renderer(config: RendererConfig, codec: TextCodec, model_dir: Path | None) -> str:
+    """What is wrong with what makes tokens of conversations; empty if nothing is."""
+    if not isinstance(config, FamilyConfig):
+        return ""
+    if model_dir is None:
+        return 'a random start has the tokenizer of no family; it takes trainer.initial_model, or type = "template"'
+    try:
+        load_renderer(model_dir, codec, config)
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
+    return ""
 
 
 def _judge(
@@ -132,6 +147,9 @@ def main() -> None:
         demonstrations=asked["demonstrations"],
         model_dir=Path(model) if model else None,
     )
+    renderer: RendererConfig = TypeAdapter[Any](RendererConfig).validate_python(asked["renderer"])
+    if sentence := probe_renderer(renderer, codec, Path(model) if model else None):
+        problems.append((SECTION, sentence))
     print("\n" + json.dumps(problems), flush=True)
 
 

@@ -16,6 +16,7 @@ from slipstream.common.config_errors import Origins, located
 from slipstream.common.reaper import END_NOW, guarded
 from slipstream.common.tls import try_certificates
 from slipstream.environments.config import EntryPointConfig, ImportedConfig
+from slipstream.environments.config_renderer import SECTION
 from slipstream.environments.tokenizer import build_tokenizer
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.preflight_engines import check_engines
@@ -123,12 +124,15 @@ def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path
         "initial_model": str(model) if model else None,
         "context_tokens": sizes.max_context_tokens,
         "demonstrations": config.sft.enabled and model is None,
+        "renderer": config.runner.renderer.model_dump(mode="json"),
     }
     imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
     imported += [e.entry_point for e in config.environments if isinstance(e, EntryPointConfig)]
     what = f"{origins.located('environments')}: {', '.join(imported) or 'the built-in ones'}"
     found = _ask("slipstream.launcher.environment_probe", asked, what, _pairs)
     for name, sentence in found:
+        if name == SECTION:
+            raise ConfigError(f"{located(origins.place(name.split('.')), name)}: {shorten(sentence)}")
         index = next((str(i) for i, e in enumerate(config.environments) if e.name == name), name)
         where = located(origins.place(["environments", index]), f"environments.{name}")
         raise ConfigError(f"{where}: {shorten(sentence)}")

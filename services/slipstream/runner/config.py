@@ -8,6 +8,7 @@ from pydantic import Field
 
 from slipstream.common.config import BaseConfig, ServiceConfig, WorkerEndpoint
 from slipstream.environments.config import EnvironmentConfig
+from slipstream.environments.config_renderer import RendererConfig, TemplateConfig
 
 
 class SessionLimits(BaseConfig):
@@ -43,6 +44,9 @@ class RunnerConfig(ServiceConfig):
 
     environments: list[EnvironmentConfig] = Field(default_factory=list)
     """Environments this runner can run."""
+
+    renderer: RendererConfig = TemplateConfig()
+    """How conversations become tokens, and tokens messages."""
 
     max_running_groups: int = Field(default=64, ge=1, le=4096)
     """Groups run at once."""

@@ -27,9 +27,10 @@ from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import AWAY_TIMEOUT_S, SandboxClient
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.base import AnyEnvironment, Completion, Score, takes_turns
-from slipstream.environments.chat import Chat
 from slipstream.environments.prompts import Prompts
 from slipstream.environments.registry import build_environments
+from slipstream.environments.renderer import Renderer
+from slipstream.environments.rendering import load_renderer
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.environments.tools import Sandbox, Tools
 from slipstream.runner import otel_bridge, span_return
@@ -64,7 +65,7 @@ class EnvironmentHost:
         self._sections = {each.name: each for each in config.environments}
         self._sessions = SessionTexts()
         self._codec: TextCodec | None = None
-        self._chat: Chat | None = None
+        self._renderer: Renderer | None = None
         self._prompts: Prompts | None = None
         self._context_tokens = 0
 
@@ -113,7 +114,7 @@ class EnvironmentHost:
             case "end":
                 return await self._episodes.end(request)
             case "session":
-                return self._sessions.answer(request, self._load_chat(codec), self._context_tokens)
+                return self._sessions.answer(request, self._load_renderer(codec), self._context_tokens)
             case "abandon":
                 return await self._episodes.abandon(request)
             case other:
@@ -127,7 +128,7 @@ class EnvironmentHost:
         self._close_at_the_end()
         return await self._episodes.open(
             request,
-            self._load_chat(codec),
+            self._load_renderer(codec),
             self._context_tokens,
             environment,
             section.limits(environment.limits),
@@ -140,10 +141,10 @@ class EnvironmentHost:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
             self._closes_at_the_end = True
 
-    def _load_chat(self, codec: TextCodec) -> Chat:
-        if self._chat is None:
-            self._chat = Chat.load(self._config.model_dir, codec)
-        return self._chat
+    def _load_renderer(self, codec: TextCodec) -> Renderer:
+        if self._renderer is None:
+            self._renderer = load_renderer(self._config.model_dir, codec, self._config.renderer)
+        return self._renderer
 
     def _prompt_or_error(self, codec: TextCodec, task: dict[str, Any]) -> dict[str, Any]:
         """The groups of other environments must not fail with this one."""

@@ -24,7 +24,7 @@ import structlog
 from slipstream.common import tracing
 from slipstream.common.errors import ContextTooLong, SandboxAway
 from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Limits, Turn
-from slipstream.environments.chat import Chat
+from slipstream.environments.renderer import Renderer
 from slipstream.environments.roles import roles_of
 from slipstream.environments.tools import Sandbox, Tools
 from slipstream.runner.scores import episode_score_as_json
@@ -71,7 +71,7 @@ class EpisodeHost:
     async def open(
         self,
         request: dict[str, Any],
-        chat: Chat,
+        renderer: Renderer,
         context_tokens: int,
         environment: EpisodeEnvironment,
         limits: Limits,
@@ -83,13 +83,13 @@ class EpisodeHost:
         async with asyncio.TaskGroup() as group:
             members = [
                 group.create_task(
-                    self._guard(self._begin(chat, context_tokens, environment, limits, found, trained_roles))
+                    self._guard(self._begin(renderer, context_tokens, environment, limits, found, trained_roles))
                 )
                 for _ in range(request["count"])
             ]
         return {
             "members": [member.result() for member in members],
-            "stop_token_ids": chat.codec.stop_token_ids,
+            "stop_token_ids": renderer.stop_token_ids,
             "timeout_s": limits.timeout_s,
         }
 
@@ -152,7 +152,7 @@ class EpisodeHost:
 
     async def _begin(
         self,
-        chat: Chat,
+        renderer: Renderer,
         context_tokens: int,
         environment: EpisodeEnvironment,
         limits: Limits,
@@ -164,7 +164,7 @@ class EpisodeHost:
             episode = await self._within(limits, "setup", environment.setup(task, tools), tools)
         try:
             first = str(getattr(episode, "role", ""))
-            seats = Seats(chat, context_tokens, roles_of(environment), episode.tools, first)
+            seats = Seats(renderer, context_tokens, roles_of(environment), episode.tools, first)
             opened = _Open(environment, limits, episode, tools, seats, trained_roles)
             seats.go_on(list(episode.messages))
             text = seats.shown()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.environments.base import Context, Turn
-from slipstream.environments.chat import Chat
 from slipstream.environments.messages import Message, ToolSpec
+from slipstream.environments.renderer import Renderer
 from slipstream.environments.tool_calls import Parsed
 from slipstream.environments.transcript import Transcript
 
@@ -36,10 +36,10 @@ class Seats:
     """Of one episode. `go_on`, `ask` and `answer` follow each other."""
 
     def __init__(
-        self, chat: Chat, context_tokens: int, roles: Sequence[str], tools: Sequence[ToolSpec], first: str = ""
+        self, renderer: Renderer, context_tokens: int, roles: Sequence[str], tools: Sequence[ToolSpec], first: str = ""
     ) -> None:
         """`roles`: what the environment declares, if it does. `first`: whose the first turn is, unless the first's."""
-        self._chat = chat
+        self._renderer = renderer
         self._context_tokens = context_tokens
         self._tools = tuple(tools)
         self._roles = tuple(roles) or ("",)
@@ -110,7 +110,7 @@ class Seats:
 
     def shown(self) -> str:
         """The conversation of whose turn it is as text."""
-        return self._chat.show(self.history, self._seat().tools)
+        return self._renderer.show(self.history, self._seat().tools)
 
     def conversations(self) -> list[list[dict[str, Any]]]:
         """The messages of each sample of the rollout."""
@@ -118,7 +118,7 @@ class Seats:
 
     def _seat(self) -> _Seat:
         if self.role not in self._seats:
-            self._seats[self.role] = _Seat(Transcript(self._chat, self._context_tokens), self._tools)
+            self._seats[self.role] = _Seat(Transcript(self._renderer, self._context_tokens), self._tools)
         return self._seats[self.role]
 
     def _check(self, role: str) -> None:

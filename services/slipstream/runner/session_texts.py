@@ -24,11 +24,10 @@ from slipstream.common.errors import (
     SessionLimitReached,
     SlipstreamError,
 )
-from slipstream.environments.chat import Chat
 from slipstream.environments.chat_template import Unrenderable
 from slipstream.environments.draft import Draft
 from slipstream.environments.messages import Message, ToolSpec, message_from_json, tool_from_json
-from slipstream.environments.tool_calls import THINK, THOUGHT
+from slipstream.environments.renderer import Renderer
 from slipstream.environments.transcript import Prompt, Transcript, text_bytes
 from slipstream.runner.session_limits import limit_reached
 
@@ -42,13 +41,13 @@ class SessionTexts:
         self._transcripts: dict[str, Transcript] = {}
         self._drafts: dict[tuple[str, int], Draft] = {}
 
-    def answer(self, request: dict[str, Any], chat: Chat, context_tokens: int) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any], renderer: Renderer, context_tokens: int) -> dict[str, Any]:
         """The reply to one call."""
         session: str = request["session"]
         match request["call"]:
             case "ask":
                 try:
-                    return self._ask(request, chat, context_tokens)
+                    return self._ask(request, renderer, context_tokens)
                 except SlipstreamError as error:
                     return {"refused": {"reason": error.reason, "message": error.message, "metadata": error.metadata}}
             case "hear":
@@ -57,14 +56,14 @@ class SessionTexts:
             case "answer":
                 return self._answer(request)
             case "take_up":
-                return self._take_up(request, chat, context_tokens)
+                return self._take_up(request, renderer, context_tokens)
             case "give_up":
                 if session in self._transcripts:
                     self._transcripts[session].give_up(request["sample"])
                 self._drafts.pop((session, request["sample"]), None)
                 return {}
             case "spell":
-                return {"texts": [chat.codec.decode_all([token_id]) for token_id in request["token_ids"]]}
+                return {"texts": [renderer.codec.decode_all([token_id]) for token_id in request["token_ids"]]}
             case "close":
                 transcript = self._transcripts.pop(session, None)
                 for key in [key for key in self._drafts if key[0] == session]:
@@ -75,13 +74,13 @@ class SessionTexts:
             case other:
                 raise ValueError(f"no such call: {other!r}")
 
-    def _ask(self, request: dict[str, Any], chat: Chat, context_tokens: int) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], renderer: Renderer, context_tokens: int) -> dict[str, Any]:
         session: str = request["session"]
         transcript = self._transcripts.get(session)
         if transcript is None:
             if request["turn_count"]:
                 raise EnvironmentFailed(UNKNOWN, environment="session")
-            transcript = self._transcripts[session] = Transcript(chat, context_tokens)
+            transcript = self._transcripts[session] = Transcript(renderer, context_tokens)
         asked_bytes = _asked_bytes(request)
         self._check_room(request, transcript, asked_bytes)
         messages, tools = _messages(request["messages"]), _tools(request["tools_json"])
@@ -102,13 +101,11 @@ class SessionTexts:
             raise
         for prompt in prompts:
             transcript.count_asked(prompt.sample, asked_bytes)
-            shown = transcript.shown(prompt.sample)
-            thinking = shown.rfind(THINK) > shown.rfind(THOUGHT) and shown.rstrip().endswith(THINK)
-            self._drafts[session, prompt.sample] = Draft(
-                chat.codec, tools=bool(tools), thinking=thinking, stops=request["stop"]
+            self._drafts[session, prompt.sample] = renderer.draft(
+                transcript.shown(prompt.sample), tools=bool(tools), stops=request["stop"]
             )
         return {
-            "stop_token_ids": chat.codec.stop_token_ids,
+            "stop_token_ids": renderer.stop_token_ids,
             "prompts": [
                 {
                     "sample": prompt.sample,
@@ -128,9 +125,9 @@ class SessionTexts:
         if transcript.text_bytes + asked_bytes * request["count"] > limit:
             raise limit_reached("max_text_bytes", limit, "bytes of text")
 
-    def _take_up(self, request: dict[str, Any], chat: Chat, context_tokens: int) -> dict[str, Any]:
+    def _take_up(self, request: dict[str, Any], renderer: Renderer, context_tokens: int) -> dict[str, Any]:
         session: str = request["session"]
-        transcript = self._transcripts.setdefault(session, Transcript(chat, context_tokens))
+        transcript = self._transcripts.setdefault(session, Transcript(renderer, context_tokens))
         asked_bytes = _asked_bytes(request)
         messages, tools = _messages(request["messages"]), _tools(request["tools_json"])
         for answer in request["answers"]:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.environments.config import ExpressionConfig, ImportedConfig, SpellBackwardConfig
+from slipstream.environments.config_renderer import FamilyConfig, TemplateConfig
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 from slipstream.launcher.cli import main
-from slipstream.launcher.environment_probe import probe
+from slipstream.launcher.environment_probe import probe, probe_renderer
+from tests.unit.chat.families import renderer_of, tokenizer_of
 
 MODULE = """
 class Good:
@@ -157,3 +159,13 @@ def test_a_teacher_that_is_none_is_found_before_the_start(capsys):
         main(["rl", "@", "x.toml", "--dry-run"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("error: x.toml: trainer.loss.teacher 'nowhere' is no directory")
+
+
+def test_a_renderer_that_cannot_be_is_found_before_anything_starts(tmp_path):
+    codec = renderer_of("qwen3").codec
+    family = FamilyConfig(family="kimi-k2")
+    assert probe_renderer(TemplateConfig(), codec, None) == ""
+    assert "takes trainer.initial_model" in probe_renderer(family, codec, None)
+    tokenizer_of("qwen3").save(str(tmp_path / "tokenizer.json"))
+    assert "the model's tokenizer is not that of kimi-k2" in probe_renderer(family, codec, tmp_path)
+    assert probe_renderer(FamilyConfig(family="qwen3"), codec, tmp_path) == ""

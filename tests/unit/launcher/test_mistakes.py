@@ -205,6 +205,7 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--orchestrator.samples-per-group=200", "--orchestrator.samples-per-group: decode.engine.max_running_samples is 128, below"),
         ("--environments.1.max-new-tokens=64", "--environments.1.max-new-tokens is 64; with its prompt that must fit model.max_context_tokens = 64"),
         ("--trainer.probe-tokens=65", "--trainer.probe-tokens is 65, above model.max_context_tokens = 64"),
+        ("--runner.renderer.type=renderers --runner.renderer.family=qwen3", "runner.renderer: a random start has the tokenizer of no family; it takes trainer.initial_model"),
         ("--orchestrator.data-ranks=2", "--orchestrator.data-ranks is 2, but one trainer is started; set it to 1"),
         ("--environments.0.demonstration-weight=0 --environments.1.demonstration-weight=0", "--environments.0.demonstration-weight is 0, and nothing else has demonstrations"),
         ("--environments.0.evaluation-task-count=0 --environments.1.evaluation-task-count=0", "--environments.0.evaluation-task-count: evaluation.before is true, but every environment has"),
