@@ -132,35 +132,39 @@ class RunnerLoops:
     async def _acquire_and_run(self) -> None:
         async with asyncio.TaskGroup() as self._group_tasks:
             await self._take_up()
-            request_id = str(uuid4())
+            request: runner_pb2.AcquireGroupsRequest | None = None
             while True:
                 await self._slots.acquire()
                 self._slots.release()
                 if self._spool.full or self._disk_full or self.draining:
                     await asyncio.sleep(SPOOL_FULL_WAIT_S)
                     continue
-                free = self._max_running - len(self._running)
+                request = request or self._acquire_request()
                 try:
                     response = await self._peers.orchestrator.AcquireGroups(
-                        runner_pb2.AcquireGroupsRequest(
-                            request_id=request_id,
-                            runner_id=self._runner_id,
-                            runner_epoch=self._epoch,
-                            max_groups=max(free, 1),
-                            wait_ms=ACQUIRE_WAIT_MS,
-                            address=self._sessions.address,
-                        ),
-                        timeout=ACQUIRE_WAIT_MS / 1000 + CALL_SLACK_S,
+                        request, timeout=ACQUIRE_WAIT_MS / 1000 + CALL_SLACK_S
                     )
                 except grpc.aio.AioRpcError as error:
                     await self._retry_or_raise(error, "acquire")
-                    continue  # with the same request id: what was handed out is not lost
+                    # The same request, though more is free by now: under its id no other is taken, and what was handed
+                    # out is not lost.
+                    continue
                 self._outage.answered()
-                request_id = str(uuid4())
+                request = None
                 if response.groups:
                     await self._start(list(response.groups))
                 elif response.run_ended:
                     await asyncio.sleep(RETRY_S)
+
+    def _acquire_request(self) -> runner_pb2.AcquireGroupsRequest:
+        return runner_pb2.AcquireGroupsRequest(
+            request_id=str(uuid4()),
+            runner_id=self._runner_id,
+            runner_epoch=self._epoch,
+            max_groups=max(self._max_running - len(self._running), 1),
+            wait_ms=ACQUIRE_WAIT_MS,
+            address=self._sessions.address,
+        )
 
     async def _take_up(self) -> None:
         """Go on with what an earlier process of this runner was at, as far as nobody else has it by now."""

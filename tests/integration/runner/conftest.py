@@ -24,7 +24,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ListenConfig, dump_toml
-from slipstream.common.errors import Draining, RunnerSuperseded, SlipstreamError
+from slipstream.common.errors import Draining, RequestIdReused, RunnerSuperseded, SlipstreamError
 from slipstream.common.runtime import build_server
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec, build_tokenizer
@@ -52,6 +52,8 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         self.superseded = False
         self.epoch = "first"
         self.takes_reports = True
+        self.answers_acquires = True
+        self.asked: list[runner_pb2.AcquireGroupsRequest] = []
         self.report_counts: Counter[str] = Counter()
         self.heartbeats: list[runner_pb2.HeartbeatRequest] = []
         self.spool_bytes = 0
@@ -59,6 +61,11 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         self._answers: dict[str, runner_pb2.AcquireGroupsResponse] = {}
 
     async def AcquireGroups(self, request: runner_pb2.AcquireGroupsRequest, context: Any) -> Any:
+        if any(asked.request_id == request.request_id and asked != request for asked in self.asked):
+            raise RequestIdReused("this request_id came with another body before", request_id=request.request_id)
+        self.asked.append(request)
+        if not self.answers_acquires:
+            raise Draining("its answer never comes")
         await self._await(lambda: bool(self.waiting) or self.superseded, 0.5)
         if self.superseded:
             raise RunnerSuperseded("a later process runs", epoch="2")

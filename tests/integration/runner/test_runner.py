@@ -202,6 +202,23 @@ async def test_an_orchestrator_that_is_away_for_a_second_costs_nothing(world: An
     assert len(decode.decodes) == 2
 
 
+async def test_a_runner_asks_for_groups_again_as_it_asked_though_more_is_free_by_now(world: Any) -> None:
+    """The orchestrator refuses another request under the same id; what it handed out under it must not be lost."""
+    decode = world.workers["decode-1"]
+    decode.gate.clear()
+    group_id = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    orchestrator = world.orchestrator
+    orchestrator.answers_acquires = False
+    before = len(orchestrator.asked)
+    await world.until(lambda: len(orchestrator.asked) > before + 1)
+    decode.gate.set()
+    await world.report(group_id)
+    await world.until(lambda: len(orchestrator.asked) > before + 4)
+    orchestrator.answers_acquires = True
+    assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+
+
 async def test_a_superseded_runner_ends(world: Any) -> None:
     world.orchestrator.superseded = True
     await world.orchestrator.tell()
