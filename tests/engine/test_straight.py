@@ -97,6 +97,8 @@ async def test_what_is_read_straight_is_what_an_update_brings(bench: Bench):
     await bench.serve(2)
     expected, prompt = await bench.engine.checksums(checksum), prompt_of(40)
     answer = await bench.greedy(prompt)
+    if isinstance(bench.engine, ReceivingEngine):
+        await bench.engine.check_room("shm")
     for transport in transports(bench):
         with source(bench, transport) as rank:
             for seed in (1, 2):

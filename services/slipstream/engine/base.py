@@ -508,6 +508,10 @@ class Engine(Protocol):
 class ReceivingEngine(Protocol):
     """An engine that reads weights by itself, in the process that computes."""
 
+    async def check_room(self, transport: str) -> None:
+        """Raise `ConfigError` unless there is memory for what `receive` takes; nothing is reserved."""
+        ...
+
     async def receive(
         self, manifest: Manifest, loans: Sequence[BorrowShardResponse], reader: str, deadline_s: float
     ) -> Received:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
 import torch
 
+from slipstream.common.config import ConfigError
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.vllm.layout import Layout
-from slipstream.engine.vllm.staging import Stage, error_of
+from slipstream.engine.vllm.staging import Stage, check_room, error_of, free_bytes
 from slipstream.weights.config import WeightsConfig
 from slipstream.weights.manifest import Manifest, Source
 from slipstream.weights.straight.lender import Lender
@@ -83,3 +85,14 @@ def test_nothing_is_read_into_memory_that_is_still_written():
     os.close(reads)
     os.close(writes)
     bench.lender.close()
+
+
+def test_places_that_would_not_fit_are_refused_at_the_start_with_what_to_do():
+    check_room(1000, 2 * 1000, "cuda_ipc")
+    with pytest.raises(
+        ConfigError, match=r"'cuda_ipc'.* 2 places of 7 GB .* and 13\.9 GB are free .* lower engine\.gpu"
+    ):
+        check_room(7_000_000_000, 13_900_000_000, "cuda_ipc")
+    check_room(1000, free_bytes(CPU), "shm")
+    with pytest.raises(ConfigError, match="2 places"):
+        check_room(free_bytes(CPU), free_bytes(CPU), "shm")

@@ -441,6 +441,9 @@ class VllmEngine:
 
     # --- Weights -------------------------------------------------------------------------------------
 
+    async def check_room(self, transport: str) -> None:
+        await self._swapper.check_room(transport)
+
     async def receive(
         self, manifest: Manifest, loans: Sequence[broadcast_pb2.BorrowShardResponse], reader: str, deadline_s: float
     ) -> Received:

@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
+from slipstream.common.config import ConfigError
 from slipstream.common.errors import DeadlineExceeded, SlipstreamError, Unreachable, Unsupported, WeightsCorrupt
 from slipstream.engine.vllm.arena import TensorMemory
 from slipstream.engine.vllm.layout import Layout
@@ -22,9 +24,33 @@ from slipstream.weights.manifest import Manifest
 from slipstream.weights.straight.receiver import Figures, Receiver
 
 PLACES = 2
+"""Each of the size of the weights, made when the first versions come."""
 _RAISED: Mapping[str, type[SlipstreamError]] = {
     each.reason: each for each in (WeightsCorrupt, DeadlineExceeded, Unreachable, Unsupported)
 }
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on a device, with what torch holds there and does not use."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def check_room(size_bytes: int, free: int, transport: str) -> None:
+    """Raise `ConfigError` where the places will not fit: the first versions would find out in the middle of a run."""
+    if free < PLACES * size_bytes:
+        raise ConfigError(
+            f"weights.transport is {transport!r}, which reads new weights into {PLACES} places of {_gb(size_bytes)} "
+            f"beside those in use, and {_gb(free)} are free on the engine's device: lower engine.gpu_memory_fraction, "
+            "or take weights.transport 'grpc'"
+        )
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB"
 
 
 class Stage(TensorMemory):

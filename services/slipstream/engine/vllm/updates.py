@@ -20,7 +20,7 @@ from slipstream.engine.tensors import check_tensors
 from slipstream.engine.vllm.arena import Arena
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.layout import Layout
-from slipstream.engine.vllm.staging import Staged, Stages, error_of
+from slipstream.engine.vllm.staging import Staged, Stages, check_room, error_of
 from slipstream.models.base import Sizes
 from slipstream.models.checkpoint import expected_shapes
 from slipstream.weights.manifest import Manifest
@@ -164,6 +164,10 @@ class Swapper:
     def size_bytes(self) -> int:
         """Of one version, as the engine takes it."""
         return self._arenas.layout.size_bytes
+
+    async def check_room(self, transport: str) -> None:
+        """Raise `ConfigError` where `receive` would not have the memory; with several ranks, at any of them."""
+        check_room(self.size_bytes, min(await self._rpc("slipstream_room")), transport)
 
     async def receive(self, manifest: Manifest, loans: Sequence[bytes], reader: str, timeout_s: float) -> Received:
         """Have vLLM's process read a version by itself, into memory beside its weights, while steps go on."""

@@ -21,7 +21,7 @@ from slipstream.engine.vllm.held import release_held
 from slipstream.engine.vllm.layout import Layout
 from slipstream.engine.vllm.live import LiveWeights, own_groups
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload, prepare_tied_head
-from slipstream.engine.vllm.staging import Stage
+from slipstream.engine.vllm.staging import Stage, free_bytes
 from slipstream.engine.vllm.versions import version_of
 from slipstream.weights.manifest import Manifest
 from slipstream.weights.straight.receiver import Receiver
@@ -79,6 +79,10 @@ class WorkerExtension:
         """Whether what `slipstream_attach` began is done."""
         thread = self._pinning.get(path)
         return thread is None or not thread.is_alive()
+
+    def slipstream_room(self) -> int:
+        """Bytes that are free on this device beside weights and KV."""
+        return free_bytes(self.device)
 
     def slipstream_receive(
         self,

@@ -51,6 +51,12 @@ async def run_worker(
     sizes = await _model_sizes(config)
     engine = _build_engine(config, role, sizes)
     await engine.start()  # before any channel or server: vLLM forks, and gRPC does not survive that
+    if config.weights.straight and isinstance(engine, ReceivingEngine):
+        try:
+            await engine.check_room(config.weights.transport)
+        except BaseException:
+            await engine.stop()
+            raise
     state = State(config.redis.url, config.run_id)
     channel = open_channel(config.broadcaster, access)
     ranks = Channels(lambda address: open_channel(address, access))
