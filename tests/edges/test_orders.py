@@ -213,6 +213,7 @@ async def test_a_group_belongs_to_its_runner_and_ends_once(stack):
             "prompt_token_count": 5,
             "sample_index": 64,
             "reward": float("nan"),
+            "role_rewards": [{"role": "white"}],
         }
         for field, value in contradictions.items():
             report = {"group": key, "outcome": 1, "rollouts": [{**record, field: value}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -91,6 +92,8 @@ class Sample:
     """The engine's log-probability of each of `token_ids` at temperature 1."""
     omitted: bool = False
     """Text and tokens are left out: the group's are too large for a message."""
+    role_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of an environment with several roles, what it is worth for each."""
 
 
 @dataclass(frozen=True)
@@ -168,4 +171,5 @@ def _sample(record: runner_pb2.RolloutRecord) -> Sample:
         token_ids=tuple(record.answer.token_ids),
         logprobs=tuple(record.answer.logprobs),
         omitted=record.answer.omitted,
+        role_rewards={each.role: each.reward for each in record.role_rewards},
     )

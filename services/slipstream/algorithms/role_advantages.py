@@ -1,9 +1,9 @@
 """Advantages where each rollout of a group has several roles, each with a reward of its own. Pure Python.
 
 What one role of a game earns says nothing of another: a seat may be the better one, and what one player wins the other
-loses. So the baseline is a role's own, as in SPIRAL's role-conditioned advantage estimation (arXiv:2506.24119, section
-3.3), whose baseline is a running mean by game and role; here it is that of the role's rewards within the group, by any
-of the functions of `advantages.py`, since all rollouts of a group play the same task.
+loses. So the baseline is a role's own, as in SPIRAL's role-conditioned advantage estimation (arXiv:2506.24119), whose
+baseline is a running mean by game and role; here it is that of the role's rewards within the group, by any of the
+functions of `advantages.py`, since all rollouts of a group play the same task.
 """
 
 from __future__ import annotations
