@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slipstream.environments.tokenizer import TextCodec
 from slipstream.launcher.child import guarded
 from slipstream.launcher.rollout_files import read_rollouts
 
@@ -280,3 +281,8 @@ def terminal_outcomes(journal: list[dict[str, Any]]) -> set[int]:
         if record["kind"] == "sealed":
             ends.update(record["positions"])
     return {ends[record["position"]] for record in journal if record["kind"] == "acquired"}
+
+
+def said_by(codec: TextCodec, token_ids: list[int]) -> str:
+    """What an environment is shown of a turn: all tokens but the end token, other special ones among them."""
+    return codec.decode_all([each for each in token_ids if each != codec.end_id]).strip()

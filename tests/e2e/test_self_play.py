@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_process import environment
+from run_process import environment, said_by
 
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.orchestrator.replay import unpacked
@@ -72,11 +72,6 @@ def test_both_sides_of_a_game_train_each_on_its_own_reward(launch: Any, tmp_path
     assert judged["accuracy_by_role"].keys() == {"first", "second"}
     assert run.report()["reward_by_role"] == steps[-1]["reward_by_role"]
     check_replay(run, tmp_path)
-
-
-def said_by(codec: TextCodec, token_ids: list[int]) -> str:
-    """What the environment is shown of sampled tokens: all but the end token."""
-    return codec.decode_all([each for each in token_ids if each != codec.end_id]).strip()
 
 
 def check_replay(run: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_process import said_by
 
 from slipstream.environments.tokenizer import TextCodec
 
@@ -37,7 +38,7 @@ def test_an_environment_that_takes_turns_trains(launch: Any, tmp_path: Path) -> 
         assert len(each["loss_ranges"]) == each["turns"]
         (messages,) = each["conversations"]
         said = [message["content"] for message in messages if message["role"] == "assistant"]
-        sampled = [codec.decode(each["token_ids"][start:end]).strip() for start, end in each["loss_ranges"]]
+        sampled = [said_by(codec, each["token_ids"][start:end]) for start, end in each["loss_ranges"]]
         assert said == sampled
         heard = codec.decode(each["token_ids"][: each["loss_ranges"][0][0]])
         assert heard == "0-9?\n"
