@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from slipstream.common.config import ConfigError
 from slipstream.common.config_errors import suggest
-from slipstream.environments.base import AnyEnvironment
+from slipstream.environments.base import AnyEnvironment, takes_turns
 
 MAX_ROLES = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -39,7 +39,7 @@ def roles_of(environment: object) -> tuple[str, ...]:
 
 def check_trained_roles(environment: AnyEnvironment, trained: Sequence[str]) -> None:
     """Raise `ConfigError` unless an environment's section names roles that it has."""
-    roles = roles_of(environment)
+    roles = roles_of(environment) if takes_turns(environment) else ()
     for name in trained:
         if name not in roles:
             near = suggest(difflib.get_close_matches(name, roles, n=1))

@@ -96,6 +96,7 @@ def _table(records: list[Record]) -> str:
 
 def _facts(record: Record) -> str:
     lines = [f"reward {float(record.get('reward', 0)):.3g}", str(record.get("outcome", ""))]
+    lines[:1] += [f"as {each.get('role')} {float(each.get('reward', 0)):.3g}" for each in record.get("roles", ())]
     if record.get("step") is not None:
         lines[-1] += f" at step {record['step']}, lag {record.get('lag')}"
     lines.append(f"{float(record.get('seconds') or 0):.1f} s, {record.get('tokens')} tokens")

@@ -163,8 +163,9 @@ class EpisodeHost:
         with tracing.span("environment_setup", environment=environment.name):
             episode = await self._within(limits, "setup", environment.setup(task, tools), tools)
         try:
-            first = str(getattr(episode, "role", ""))
-            seats = Seats(renderer, context_tokens, roles_of(environment), episode.tools, first)
+            roles = roles_of(environment)
+            first = str(getattr(episode, "role", "")) if roles else ""
+            seats = Seats(renderer, context_tokens, roles, episode.tools, first)
             opened = _Open(environment, limits, episode, tools, seats, trained_roles)
             seats.go_on(list(episode.messages))
             text = seats.shown()

@@ -241,3 +241,5 @@ def test_roles_are_shown_with_their_rewards(run, capsys, write_rollouts):
     assert "sample 1, as white:" in whole
     assert r"sample 2, as bl\x1back, from other tokens on:" in whole
     assert r"white 1 ✓, bl\x1back -0.5 untrained" in whole
+    write_report(RunDir(run))
+    assert "as white 1<br>" in (run / "report.html").read_text()

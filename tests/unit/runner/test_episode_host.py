@@ -46,6 +46,8 @@ class WaitingEpisode:
 
     tools: Sequence[ToolSpec] = ()
 
+    role = "its own matter, where the environment has no roles"
+
     def __init__(self, events: list[str]) -> None:
         self.messages = [Message("user", "say 1")]
         self._events = events
