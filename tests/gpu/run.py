@@ -73,6 +73,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "step_lora": (140, [*STEP, "--shape", "qwen3-30b-a3b-lora", "--micro-batches", "4", "--warm-up", "1"]),
     "step_moe": (150, [*STEP, "--shape", "moe-1b", "--warm-up", "1"]),
     "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "3"]),
+    "fp8_mismatch": (150, [sys.executable, "loadtests/fp8_mismatch_card.py", "--out", "{out}/fp8_mismatch.jsonl"]),
     "load_updates": (
         150,
         [*LOAD, *MEDIUM.split(), *ON_THE_CARD.split(), "--engine", '{"compiled": false}'],

@@ -196,7 +196,6 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
         ("--decode.engine.connector=nixl", "--decode.engine.connector: unknown key 'decode.engine.connector'; it is known beside decode.engine.type = 'vllm' only"),
         ("--decode.engine.type=vllm --prefill.engine.type=vllm --prefill.engine.connector=nixl --decode.engine.connector=nixl --prefill.engine.dtype=bfloat16", '--prefill.engine.dtype is "bfloat16", decode.engine.dtype is "float32", which cannot read its KV'),
         ("--decode.engine.type=vllm --prefill.replicas=0 --decode.replicas=2 --decode.engine.side-channel-port=80", "--decode.engine.side-channel-port is 80 for 2 workers, and each needs a port of its own"),
-        ("--decode.engine.type=vllm --prefill.replicas=0 --model.architecture=deepseek_v3", 'model.architecture is "deepseek_v3", which slipstream does not update on vLLM; set decode.engine.type = "embedded"'),
         ("--decode.engine.type=vllm --prefill.replicas=0 --model.architecture=colorsys", 'model.architecture is "colorsys", whose code vLLM does not run; set decode.engine.type = "embedded"'),
         ("--decode.engine.type=vllm --prefill.replicas=0 --model.max-context-tokens=256 --decode.engine.block-count=16", "--decode.engine.block-count is 16; two contexts of 256 tokens need at least 18 blocks of 32 tokens"),
         ("--decode.engine.block-count=8", "--decode.engine.block-count is 8; two contexts of 64 tokens need at least 16 blocks"),

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from slipstream.common.config import BaseConfig
+from slipstream.engine.vllm.latent import latent_width
 from slipstream.engine.vllm.layout import ITEM_BYTES
 from slipstream.engine.vllm.offload.config import NativeOffloadConfig
 from slipstream.engine.vllm.parallel import ParallelConfig
@@ -20,8 +21,9 @@ BLOCK_MULTIPLE = 32
 
 
 def kv_bytes_per_token(sizes: Sizes, dtype: str) -> int:
-    """Keys and values of one token in all layers."""
-    return sizes.n_layers * 2 * sizes.n_kv_heads * sizes.head_dim * ITEM_BYTES[dtype]
+    """Keys and values of one token in all layers; of latent attention what they are made of, as vLLM keeps it."""
+    width = latent_width(sizes) or 2 * sizes.n_kv_heads * sizes.head_dim
+    return sizes.n_layers * width * ITEM_BYTES[dtype]
 
 
 class VllmConfig(BaseConfig):

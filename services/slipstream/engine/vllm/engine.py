@@ -374,13 +374,13 @@ class VllmEngine:
             return
         if request.kv is None:  # else they are where the prompt was computed
             self._keep_prompt_routes(request, rows[:first])
-        own = routes_of(rows[first:], first, self.limits.route_dtype)
+        own = routes_of(rows[first:], first, self.limits.route_dtype, self._sizes.moe_layers)
         own = replace(own, recomputed_from=recomputed_from)
         self._routes.put(request.sample_ids[sample.index], own)
 
     def _keep_prompt_routes(self, request: PrefillRequest | DecodeRequest, rows: np.ndarray) -> None:
         told = min(request.first_route_position, len(rows))
-        routes = routes_of(rows[told:], told, self.limits.route_dtype)
+        routes = routes_of(rows[told:], told, self.limits.route_dtype, self._sizes.moe_layers)
         self._routes.put_prompt(request.request_id, routes, prompt_of(request))
 
     async def abort(self, request_id: str) -> int:

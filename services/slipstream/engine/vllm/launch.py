@@ -16,6 +16,7 @@ from slipstream.engine.vllm.config import PROBE_PLACES, VllmConfig, kv_bytes_per
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.families import check_family
 from slipstream.engine.vllm.installed import check_connector, find_vllm
+from slipstream.engine.vllm.latent import CPU_BLOCK_TOKENS, check_latent, latent_width
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
 from slipstream.engine.vllm.process import dying_with_us, keep_stores_in
@@ -56,6 +57,7 @@ def launch(
     check_connector(config)
     check_family(sizes, "engine.type")
     device = _find_device(config)
+    check_latent(sizes, config.connector, config.offload is not None, config.quantization, device)
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,7 +92,7 @@ def launch(
         max_num_batched_tokens=max(config.max_prefill_tokens, config.max_running_samples + PROBE_PLACES),
         enable_chunked_prefill=True,
         block_size=config.block_size_tokens,
-        num_gpu_blocks_override=config.block_count,
+        num_gpu_blocks_override=_block_count(device, sizes, config),
         enable_prefix_caching=True,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),  # our scheduler takes them
         prefix_caching_hash_algo=HASH_ALGORITHM,
@@ -140,6 +142,13 @@ def _find_device(config: VllmConfig) -> str:
     if config.quantization != "none" and device != "cuda":
         raise ConfigError(f"engine.quantization needs a GPU; vLLM runs on {device!r}")
     return device
+
+
+def _block_count(device: str, sizes: Sizes, config: VllmConfig) -> int:
+    """Of the size that vLLM takes them in."""
+    if device == "cpu" and latent_width(sizes):
+        return config.block_count * config.block_size_tokens // CPU_BLOCK_TOKENS
+    return config.block_count
 
 
 def _options_of_device(device: str, sizes: Sizes, config: VllmConfig) -> dict[str, Any]:

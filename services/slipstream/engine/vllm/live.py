@@ -6,7 +6,8 @@ kernel, which gives the weights back exactly when it is fed the unit vectors; ex
 what was applied, packed anew; experts that are quantised are multiplied by their scales.
 
 What reads back equal to what was applied is given out as that, so that zeros keep their sign; so is what is quantised
-and no further from it than `QUANTIZATION_ERROR`.
+and no further from it than `QUANTIZATION_ERROR`. A matrix of which vLLM made others (`latent.py`) reads back as it is
+only where those are of it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.engine.vllm.latent import is_cut_of, latent_layers
 from slipstream.engine.vllm.layout import Group
 
 _ROWS = 1024
 """Unit vectors fed at once."""
+_AS_THEY_ARE = ("bias", "e_score_correction_bias")
+"""Parameters that no kernel packs. The second, of which experts are chosen, is float32 whatever the weights are."""
 QUANTIZATION_ERROR = 0.1
 """Length of the difference to what was applied, by the length of that."""
 
@@ -33,6 +37,7 @@ class LiveWeights:
         self._modules = dict(model.named_modules())
         self._groups = groups
         self._applied = applied
+        self._latent = {layer.kv_b_proj: layer for layer in latent_layers(model)}
         self.errors: dict[str, float] = {}
         """Of the quantised modules that were read."""
 
@@ -46,17 +51,28 @@ class LiveWeights:
             wanted = names & set(group.names)
             if wanted:
                 parameter = self.parameter(group)
-                live.update(self._read(group) if parameter is None else self._cut(group, parameter, wanted))
+                read = self._read(group) if parameter is None else self._cut(group, parameter, wanted)
+                alike = self._cut_alike(group, read)
+                live.update({name: each if alike else torch.full_like(each, torch.nan) for name, each in read.items()})
         return {name: live[name] for name in names}
+
+    def _cut_alike(self, group: Group, read: Mapping[str, Tensor]) -> bool:
+        """Whether what vLLM made of a matrix after loading is of what was read."""
+        if (layer := self._latent.get(self.module(group))) is None:
+            return True
+        (weight,) = read.values()
+        return is_cut_of(layer, weight.to(layer.W_UV.device))
 
     def parameter(self, group: Group) -> Tensor | None:
         """The parameter of a group if it is the group's tensors beside each other, else None. May have more rows."""
         module = self.module(group)
         tensor = getattr(module, group.parameter)
         first = self._applied[group.names[0]]
+        if group.parameter in _AS_THEY_ARE:
+            return tensor.data
         plain = tensor.is_contiguous() and tensor.dtype == first.dtype and not _quantised(module)
         if tensor.device.type == "cpu":  # packed in place, by a kernel that tells nobody
-            packs = hasattr(module, "quant_method") and group.parameter != "bias"
+            packs = hasattr(module, "quant_method")
             plain = plain and (not packs or group.module.endswith("embed_tokens"))
         elif group.of_experts:
             plain = plain and module.quant_method.unquantized_backend.value in ("TRITON", "BATCHED_TRITON")
@@ -101,7 +117,7 @@ class LiveWeights:
             applied = self._applied[name]
             if name in wanted:
                 live = flat[at : at + applied.numel()].view(applied.shape)  # compared where it lies
-                same = torch.equal(live, applied.to(live.device, non_blocking=True))
+                same = torch.equal(live, applied.to(live.device, live.dtype, non_blocking=True))
                 found[name] = applied if same else live
             at += applied.numel()
         return found

@@ -25,7 +25,7 @@ def recomputed_from(output: Any) -> int | None:
     return 0 if preempted else None  # the output is not the scheduler's: at worst all
 
 
-def routes_of(rows: Any, first: int, dtype: np.dtype[np.unsignedinteger]) -> RouteRows:
-    """Rows of positions from `first` on, `[n, moe_layers, top_k]`."""
-    rows = np.ascontiguousarray(rows, dtype=dtype)
+def routes_of(rows: Any, first: int, dtype: np.dtype[np.unsignedinteger], moe_layers: int) -> RouteRows:
+    """Rows of positions from `first` on, `[n, moe_layers, top_k]`; vLLM's have layers without experts, too, first."""
+    rows = np.ascontiguousarray(rows[:, -moe_layers:], dtype=dtype)
     return RouteRows(rows, first, runs((rows == unknown_row(dtype)).all(axis=(1, 2)), first))

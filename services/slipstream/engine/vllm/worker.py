@@ -18,6 +18,7 @@ from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.engine.vllm.arena import Arena, TensorMemory
 from slipstream.engine.vllm.draws import seed_draws_by_position
 from slipstream.engine.vllm.held import release_held
+from slipstream.engine.vllm.latent import cut_again
 from slipstream.engine.vllm.layout import Layout
 from slipstream.engine.vllm.live import LiveWeights, own_groups
 from slipstream.engine.vllm.reload import abandon_reload, mend_expert_reload, prepare_tied_head
@@ -172,6 +173,7 @@ class WorkerExtension:
             assert parameter is not None
             span = arena.span(group)
             parameter.flatten()[: span.numel()].copy_(span, non_blocking=True)
+        cut_again(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         torch.cuda.synchronize(self.device)
 
 
