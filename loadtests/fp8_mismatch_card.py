@@ -40,10 +40,8 @@ from slipstream.trainer.parallel.sharding import Passes
 from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.step import Learner
 
-SIZES = MoeConfig(
-    **{"vocab_size": 512, "dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64},
-    **{"n_experts": 8, "top_k": 2, "expert_dim": 128, "max_context_tokens": 256},
-)
+KEYS: dict[str, Any] = {"vocab_size": 512, "dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64}
+SIZES = MoeConfig(**KEYS, n_experts=8, top_k=2, expert_dim=128, max_context_tokens=256)
 SHARPER = 4.0
 """A random head's logits are nearly alike; times this, a few tokens are likely, as in a model that has learned."""
 PROMPT_TOKENS, SAMPLES, ANSWER_TOKENS = 32, 4, 64
