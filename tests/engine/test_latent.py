@@ -32,13 +32,15 @@ EXPERTS: dict[str, Any] = {"expert_dim": 32, "n_experts": 8, "n_shared_experts":
 # vLLM on the CPU takes latents of 512 + 64 alone, and yarn.
 HEADS: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 48}
 SIZES = DeepseekV3Config(
-    **{"vocab_size": PROMPT_SIZES.vocab_size, "dim": 64, "n_layers": 3, "n_heads": 4, "max_context_tokens": 256},
+    **{"vocab_size": PROMPT_SIZES.vocab_size, "dim": 64, "n_layers": 3, "n_heads": 4, "max_context_tokens": 1024},
     **{"ffn_dim": 96, "rope_theta": 1e4, "norm_eps": 1e-6, "q_lora_rank": 48, "n_dense_layers": 1},
     **{**EXPERTS, **HEADS, "top_k_groups": 1},
     rope_scaling=RopeScaling(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0
+        rope_type="yarn", factor=16.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0
     ),
 )
+NEW_TOKENS = {"cpu": 150, "cuda": 900}
+"""More than are sampled before an update has come and gone."""
 
 
 @cache
@@ -94,7 +96,7 @@ async def test_latent_attention_is_updated_in_flight(request: pytest.FixtureRequ
 
         before = await engine.checksums(checksum)
         assert before.keys() == tensors(1).keys()
-        asked = [bench.request(prompt, samples=2, max_new_tokens=150) for _ in range(2)]
+        asked = [bench.request(prompt, samples=2, max_new_tokens=NEW_TOKENS[options.device]) for _ in range(2)]
         running = [asyncio.create_task(bench.run(each)) for each in asked]
         await until(lambda: engine.load().decoded_tokens > 60, "some tokens of each")
 
