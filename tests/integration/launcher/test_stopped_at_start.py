@@ -43,7 +43,8 @@ def test_a_command_that_is_stopped_while_it_looks_at_its_configuration(tmp_path:
     (tmp_path / "run.toml").write_text(CONFIG)
     looked_at = tmp_path / "looked_at"
     with subprocess.Popen(
-        [sys.executable, "-m", "slipstream.launcher", "rl", "@", "run.toml"],
+        # Whatever the tests themselves were started to ignore, as in the background of a shell.
+        ["env", "--default-signal", sys.executable, "-m", "slipstream.launcher", "rl", "@", "run.toml"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SERVICES), str(tmp_path)])},
         stdin=subprocess.DEVNULL,
