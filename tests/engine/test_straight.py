@@ -58,7 +58,7 @@ class Rank:
 @contextmanager
 def source(bench: Bench, transport: str) -> Iterator[Rank]:
     on_card = getattr(bench.kind, "device", "cpu") == "cuda" and transport != "shm"
-    made = Rank(transport, getattr(bench.kind, "dtype", "float32"), torch.device("cuda" if on_card else "cpu"))
+    made = Rank(transport, getattr(bench.kind, "dtype", "float32"), torch.device("cuda:0" if on_card else "cpu"))
     try:
         yield made
     finally:

@@ -49,6 +49,8 @@ class Lender:
                 f"weights.backend is {config.backend!r}, and the trainer computes on {device.type!r}: "
                 "nccl sends from cards alone, gloo from none"
             )
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._config = config
         self._address = address
         self.link = make_link(config, device)
