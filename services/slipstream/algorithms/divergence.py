@@ -38,22 +38,25 @@ def distillation_loss(
     kl_coefficient: float = 1.0,
     reward_coefficient: float = 0.0,
     ratio_cap: float = 2.0,
+    gap_cap: float | None = None,
 ) -> LossTerms:
     """On-policy distillation: the reverse KL to a teacher, on what the policy itself sampled.
 
-        a = reward_coefficient * A + kl_coefficient * (log u - log p)
+        a = reward_coefficient * A + kl_coefficient * clamp(log u - log p, -gap_cap, gap_cap)
         loss = -sum( min(r, ratio_cap) * a * log p ) / tokens of the step
 
     with gradient through the last `log p` alone: the policy gradient of KL(p || u) of each next token
     (arXiv:2306.13649, section 3.1, with the reverse KL; thinkingmachines.ai/blog/on-policy-distillation). Only the
-    teacher's log-probabilities of the sampled tokens are needed. `teacher_kl` in the figures is the mean of
-    `log p - log u`, which falls towards 0. Raises `ValueError` without a teacher.
+    teacher's log-probabilities of the sampled tokens are needed. `gap_cap` bounds what one weighs that the teacher
+    finds next to impossible (rLLM's `clip_advantages`); without it nothing is clamped. `teacher_kl` is the mean
+    of `log p - log u`, which falls towards 0. Raises `ValueError` without a teacher.
     """
     if tokens.teacher_logp_T is None:
         raise ValueError("distillation needs the teacher's log-probabilities")
     new_logp_T = tokens.new_logp_T.detach()
     gap_T = tokens.teacher_logp_T - new_logp_T
-    advantage_T = reward_coefficient * tokens.advantage_T + kl_coefficient * gap_T
+    bounded_T = gap_T if gap_cap is None else gap_T.clamp(-gap_cap, gap_cap)
+    advantage_T = reward_coefficient * tokens.advantage_T + kl_coefficient * bounded_T
     weight_T = (new_logp_T - tokens.old_logp_T).exp().clamp(max=ratio_cap)
     loss = mean_over(-weight_T * advantage_T * tokens.new_logp_T, tokens, totals, "tokens")
     return LossTerms(loss, weight_T == 0, {"teacher_kl": float(-gap_T.sum() / totals.token_count)})

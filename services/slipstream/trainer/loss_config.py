@@ -161,6 +161,9 @@ class DistillationLossConfig(_TruncatedConfig):
     kl_coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher's part of each token's advantage."""
 
+    gap_cap: float | None = Field(default=None, gt=0)
+    """Bound of that part before it is weighed, in nats, for a teacher that finds some tokens next to impossible."""
+
     reward_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the reward's part. With 0, set `orchestrator.min_reward_std = 0`: groups of equal rewards teach too."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,38 @@ async def test_its_tools_are_shown_and_their_answers_come_back() -> None:
     tool_answer = next(m for m in played.history if m.role == "tool")
     assert (tool_answer.content, tool_answer.tool_call_id) == ("391", "call-1")
     assert (played.score.reward, played.score.correct) == (1.0, True)
+
+
+async def test_tools_that_know_the_state_and_several_rubrics_work_as_they_are() -> None:
+    theirs = environment("accounts")
+    asked = calls(("balance", {"currency": "EUR"}))
+
+    def model(history: Sequence[Message]) -> Message:
+        last = history[-1]
+        return Message("assistant", last.content) if last.role == "tool" else asked(history)
+
+    played = await play(theirs, model)
+    assert list(played.shown_tools[0].parameters["properties"]) == ["currency"], "the model is not asked whose"
+    assert next(m.content for m in played.history if m.role == "tool") == "70 EUR"
+    assert played.score.reward == 1.5
+    assert "found 1, brief 1" in played.score.detail
+
+
+async def test_an_environment_that_the_library_ships_runs_as_it_is() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # from a dependency of reasoning-gym, where it is compiled
+        theirs = environment("sums", evaluation_task_count=2)
+    assert [len(theirs._tasks[split]) for split in ("train", "held_out")] == [4, 2]
+    shipped: Any = theirs.environment
+    wrong, right = [], []
+    for index in range(2):
+        played = await play(theirs, says("<answer>no number</answer>"), split="held_out", index=index)
+        wrong.append(played.score.reward)
+        row = theirs._tasks["held_out"][theirs.task("held_out", index).payload["row"]]
+        entry = shipped.rg_dataset[int(row["answer"])]
+        said = says(f"<answer>{entry['answer']}</answer>")
+        right.append((await play(theirs, said, split="held_out", index=index)).score.reward)
+    assert max(wrong) < min(right) == 1.0
 
 
 async def test_a_history_that_is_told_anew_is_a_context_of_its_own() -> None:

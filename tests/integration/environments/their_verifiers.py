@@ -64,6 +64,48 @@ def tools() -> vf.Environment:
     return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[multiply], rubric=vf.Rubric(funcs=[right]))
 
 
+class Accounts(vf.StatefulToolEnv):
+    """Tools whose argument the environment fills in: which account is asked for is none of the model's business."""
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: vf.Messages, state: vf.State, **kwargs: Any
+    ) -> dict[str, Any]:
+        return {**tool_args, "account": int(state["answer"])}
+
+
+async def balance(currency: str, account: int) -> str:
+    """Read a balance.
+
+    Args:
+        currency: in which
+        account: whose
+    """
+    return f"{account * 10} {currency}"
+
+
+def accounts() -> vf.Environment:
+    """Judged by two rubrics together: what was found, and how briefly it was said."""
+
+    async def found(completion: Any, answer: str) -> float:
+        return float(completion[-1]["content"] == f"{int(answer) * 10} EUR")
+
+    async def brief(completion: Any) -> float:
+        return float(len(completion[-1]["content"]) < 10)
+
+    rows = [{"question": "How much is there in EUR?", "answer": "7"}]
+    rubrics = vf.RubricGroup([vf.Rubric(funcs=[found]), vf.Rubric(funcs=[brief], weights=[0.5])])
+    environment = Accounts(dataset=Dataset.from_list(rows), rubric=rubrics)
+    environment.add_tool(balance, args_to_skip=["account"])
+    return environment
+
+
+def sums() -> vf.Environment:
+    """One that the library ships: tasks of reasoning-gym, judged by that."""
+    from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+    return ReasoningGymEnv(gym="chain_sum", num_train_examples=4, num_eval_examples=2, seed=3)
+
+
 class Restarting(vf.MultiTurnEnv):
     """Tells its history anew before each turn, as compaction does."""
 

@@ -70,6 +70,18 @@ def test_distillation_weighs_each_token_by_how_much_likelier_the_teacher_finds_i
     assert terms.figures["teacher_kl"] == pytest.approx(gap, rel=1e-5)
 
 
+def test_a_cap_bounds_what_the_teacher_says_of_a_token_and_not_the_figure():
+    tokens = replace(tensors(), teacher_logp_T=others())
+    terms = distillation_loss(tokens, TOTALS, gap_cap=0.2)
+    terms.loss.backward()
+    slopes = [
+        -min(p / q, 2.0) * max(-0.2, min(0.2, math.log(u / p))) / 20
+        for (p, q, _), u in zip(SINGLE, OTHERS, strict=True)
+    ]
+    assert gradient(tokens) == pytest.approx(slopes, rel=1e-4, abs=1e-7)
+    assert terms.figures == distillation_loss(tokens, TOTALS).figures
+
+
 def test_what_a_loss_needs_and_does_not_get_is_named():
     with pytest.raises(ValueError, match="teacher"):
         distillation_loss(tensors(), TOTALS)
