@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,18 +24,41 @@ def processes_in(directory) -> list[str]:
     return found
 
 
-def test_weights_are_evaluated_by_engines_that_come_and_go(finished):
-    run = finished.bounded
-    arguments = ("eval", "bounded", "--samples", "2", "--problems", "3", "--json")
+def files_of(directory) -> dict[str, tuple[int, int]]:
+    """Size and time of every file, by path."""
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def copied(finished, tmp_path_factory):
+    """A copy of a finished run, elsewhere and under another name."""
+    return Path(shutil.copytree(finished.bounded.path, tmp_path_factory.mktemp("elsewhere") / "copied"))
+
+
+def test_a_copied_run_is_read_and_reported_where_it_is(finished, copied):
+    before = files_of(finished.bounded.path)
+    (copied / "report.html").unlink()
+    for words in (("status",), ("rollouts", "--json"), ("report",), ("trace",), ("plot",)):
+        done = finished.bounded.slipstream(words[0], str(copied), *words[1:])
+        assert done.returncode == 0, (words, done.stderr)
+        assert str(finished.bounded.path) not in done.stdout, words
+    assert {"report.html", "trace.json"} <= {path.name for path in copied.iterdir()}
+    assert files_of(finished.bounded.path) == before
+
+
+def test_weights_are_evaluated_by_engines_that_come_and_go(finished, copied):
+    run, original = finished.bounded, files_of(finished.bounded.path.parent)
+    arguments = ("eval", str(copied), "--samples", "2", "--problems", "3", "--json")
     done = run.slipstream(*arguments, timeout_s=200)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["of"] == str(run.path / "checkpoints" / "final")
+    assert result["of"] == str(copied / "checkpoints" / "final")
     letters = result["environments"]["letters"]
     assert (letters["problems"], letters["samples"], letters["unanswered"]) == (3, 2, 0)
     assert letters["versions"] == ["1.0"]
     assert 0 < letters["reward_mean"] < 1
-    evaluated = run.path.with_name("bounded-eval")
+    evaluated = copied.with_name("bounded-eval")
+    assert files_of(run.path.parent) == original, "beside the copy, not beside the original"
     assert json.loads((evaluated / "evaluation.json").read_text()) == result
     assert "trainer" not in (evaluated / "endpoints.toml").read_text()
     ends_s = time.monotonic() + 60  # children of children end by themselves, a moment later

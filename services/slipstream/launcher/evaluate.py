@@ -201,7 +201,8 @@ def weights_at(run: RunDir, wanted: str, say: Callable[[str], None]) -> Path:
     model = run.path / "checkpoints" / "exported" / found[-1]
     say(f"writing checkpoint {found[-1]} as a model directory: {shown(model)}")
     command = service_command("slipstream.trainer.checkpoint_export", run, "trainer")
-    done = subprocess.run([*command, "--version", found[-1]], check=False, capture_output=True, text=True)
+    here = f"--run-dir={run.path}"  # its configuration says where it was made: it may be a copy, or moved
+    done = subprocess.run([*command, here, "--version", found[-1]], check=False, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
         raise LauncherError(f"checkpoint {found[-1]} cannot be taken: {last}")
@@ -222,10 +223,12 @@ def _configuration(run: RunDir | None, options: Options, model: Path | None) -> 
     model = model or trainer.initial_model
     if model is None:
         raise ConfigError(f"nothing says which weights: {PROGRAM} @ FILE.toml --model DIR")
+    # Beside the run, wherever that is by now; its configuration says where it was made.
+    directory = run.path.parent if run is not None else config.run.directory
     kept = {name: getattr(trainer, name) for name in ("probe_tokens", "probe_tolerance", "compute", "torch_threads")}
     config = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"name": f"{config.run.name[:58]}-eval"}),
+            "run": config.run.model_copy(update={"name": f"{config.run.name[:58]}-eval", "directory": directory}),
             "launcher": config.launcher.model_copy(update={"restart": "never"}),
             "sft": config.sft.model_copy(update={"enabled": False}),
             "teacher": config.section("teacher").model_copy(update={"replicas": 0}),

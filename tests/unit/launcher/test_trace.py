@@ -89,6 +89,19 @@ def test_a_group_can_be_asked_for_alone(run):
         trace([str(run), "--group=train-1"])
 
 
+def strictly(path: Path) -> dict[str, Any]:
+    """A file as a reader takes it that knows JSON alone: no NaN, no name twice, nothing that is not UTF-8."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({name for name, _ in pairs}) == len(pairs)
+        return dict(pairs)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return json.loads(path.read_bytes().decode("utf-8"), parse_constant=refuse, object_pairs_hook=once)
+
+
 def check_format(document: dict[str, Any]) -> None:
     """What Chrome's trace event format, and Perfetto's reading of it, ask of a file: fields, nesting, arrows."""
     assert document["displayTimeUnit"] in ("ms", "ns")
@@ -131,7 +144,7 @@ def check_format(document: dict[str, Any]) -> None:
 
 def test_the_file_is_what_perfetto_reads(run):
     trace([str(run)])
-    check_format(json.loads((run / "trace.json").read_text()))
+    check_format(strictly(run / "trace.json"))
 
 
 moments = st.floats(0, 5, allow_subnormal=False)
@@ -158,4 +171,4 @@ def timelines(draw: st.DrawFn) -> dict[str, list[dict[str, Any]]]:
 def test_whatever_services_did_makes_a_file_that_perfetto_reads(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     write_events(path, events_of(lines))
-    check_format(json.loads(path.read_text()))
+    check_format(strictly(path))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
-from slipstream.common.config import ConfigError
+from slipstream.common.config import ConfigError, dump_toml
 from slipstream.common.errors import CheckpointFailed
 from slipstream.common.version import PolicyVersion
+from slipstream.launcher.evaluate import weights_at
+from slipstream.launcher.rundir import RunDir
 from slipstream.models.checkpoint import load_model, to_hf
 from slipstream.models.lora.adapters import attach
 from slipstream.models.lora.config import LoraConfig
@@ -69,3 +73,21 @@ def test_a_checkpoint_becomes_a_model_directory_with_its_adapters_merged(tmp_pat
     found, meant = to_hf(load_model(load_sizes(exported), exported)), to_hf(model)
     assert found.keys() == meant.keys()
     assert all(torch.equal(found[name], meant[name]) for name in meant)
+
+
+def test_a_checkpoint_of_a_copied_run_becomes_a_model_directory_in_the_copy(tmp_path):
+    model, optimizer = stepped("adamw", adapters=False)
+    original = RunDir(tmp_path / "original")
+    (original.path / "configs").mkdir(parents=True)
+    (original.path / "model").mkdir()
+    save_sizes(model.sizes, original.path / "model")
+    target = Target.of(CheckpointStore(original.path / "checkpoints"), PolicyVersion(1, 1), {})
+    save_async(model, optimizer, {}, target, None).wait()
+    original.service_config("trainer").write_text(dump_toml(TrainerConfig(run_dir=original.path)))
+    copy = RunDir(tmp_path / "elsewhere" / "copy")
+    shutil.copytree(original.path, copy.path)
+    said: list[str] = []
+    exported = weights_at(copy, "newest", said.append)
+    assert exported == copy.path / "checkpoints" / "exported" / "1.1"
+    assert (exported / "config.json").exists()
+    assert not (original.path / "checkpoints" / "exported").exists()
