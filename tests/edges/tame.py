@@ -15,6 +15,8 @@ from google.protobuf.message import Message
 from messages import fill
 from stack import Stack, rpc
 
+from slipstream.api.types.v1 import types_pb2
+
 ENDING = {"RunService.StopRun", "TrainerService.Stop", "WorkerService.Drain"}
 FAR = 1_000_000
 """A step that no run of these tests reaches."""
@@ -34,6 +36,7 @@ def base(stack: Stack, method: Rpc, rng: random.Random, sandbox_id: str = "") ->
         "KvHandle": {"address": stack.endpoints["prefill-1"]},
         "BeginUpdateRequest": {"lease_ttl_ms": 100, "worker_epoch": ""},
         "CreateRolloutRequest": {"sample_count": 1},
+        "TokenSequence": {"token_ids": [1, 2, 3], "ranges": [types_pb2.RowRange(start=1, end=3)]},
     }
     for message in _all(request):
         name = message.DESCRIPTOR.name

@@ -367,7 +367,7 @@ class World:
         await self.until(lambda: group_id in self.orchestrator.reports)
         return self.orchestrator.reports[group_id]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 assert not self.process.done(), "the runner ended"
