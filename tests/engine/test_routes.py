@@ -199,8 +199,10 @@ async def test_samples_of_prompts_from_elsewhere_are_preempted_and_keep_the_rows
         assert first_time(small, tokens, rows, len(request.token_ids) - 1 + before, start).all()
 
 
-async def test_positions_whose_experts_no_one_here_knows_are_said_to_be_unknown(bench: Bench, prefiller: Bench):
-    """KV that another engine computed brings no rows; whoever hits it later is told so, and gets no zeros."""
+async def test_kv_from_elsewhere_serves_its_own_rollout_and_others_compute_it_for_its_routes(
+    bench: Bench, prefiller: Bench
+):
+    """It brings no rows; its rollout has them from where it was computed, and nobody else would have any."""
     prompt, salt = prompt_of(2 * bench.block + 5), unique("salt")
     result = await prefiller.prefill(prefiller.prefill_request(prompt, salt))
     if result is None:  # all KV of such an engine is its own
@@ -208,22 +210,28 @@ async def test_positions_whose_experts_no_one_here_knows_are_said_to_be_unknown(
     kv = await bench.kind.transfer(prefiller.engine, result.transfer_id)
     (answer,) = await bench.ask(prompt, salt=salt, kv=kv, max_new_tokens=4)
     prefiller.engine.release_kv(result.transfer_id)
-    request = bench.request([*prompt, *answer.token_ids, *prompt_of(9, seed=1)], salt=salt)
-    (sample,) = await bench.run(request)
-    if expect_none(bench, request):
-        return
-    hit = sample.cached_token_count
-    assert hit >= 2 * bench.block
-    routes: RouteRows = bench.engine.routes(request.request_id)
-    transferred = len(prompt) - 1
-    assert routes.unknown_ranges == ((0, min(hit, transferred)),)
-    assert (routes.rows[~routes.known()] == np.iinfo(routes.rows.dtype).max).all()
-    oracle = bench.oracle.forward(tokens_of(request, sample))
-    known = routes.rows[routes.known()]
-    assert (
-        oracle.margin < near_tie()
-        or (np.sort(known, -1) == np.sort(oracle.routes[: routes.end][routes.known()], -1)).all()
+    told = len(prompt) + len(answer.token_ids) - 1
+    later = bench.request(
+        [*prompt, *answer.token_ids, *prompt_of(9, seed=1)], salt=salt, first_route_position=told, max_new_tokens=4
     )
+    (sample,) = await bench.run(later)
+    if expect_none(bench, later):
+        return
+    assert sample.cached_token_count >= 2 * bench.block
+    routes: RouteRows = bench.engine.routes(later.request_id)
+    assert (routes.first_position, routes.unknown_ranges) == (told, ())
+    cached = []
+    for number in range(2):
+        other = bench.request([*prompt[: 2 * bench.block], *prompt_of(7, seed=2 + number)], samples=2, salt=salt)
+        samples = await bench.run(other)
+        cached.append(samples[0].cached_token_count)
+        for index, each in enumerate(samples):
+            rows = rows_of(bench, other, index)
+            assert len(rows) == len(tokens_of(other, each)) - 1
+            assert same(rows, bench.oracle.forward(tokens_of(other, each)))
+    assert cached == [0, 2 * bench.block], "computed once more, and then found"
+    (sample,) = await bench.run(replace(later, request_id=unique("again"), sample_ids=(unique("again"),)))
+    assert sample.cached_token_count >= 2 * bench.block
 
 
 async def test_rows_of_two_requests_never_meet_under_one_key(bench: Bench):

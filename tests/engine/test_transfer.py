@@ -36,7 +36,7 @@ def same_experts(rows: np.ndarray, expected: np.ndarray) -> bool:
 
 
 async def test_routes_of_what_came_from_elsewhere_are_unknown_here_and_known_there(bench: Bench, prefiller: Bench):
-    """The next turn finds in the cache what the first had transferred: its rows are at the prefiller alone."""
+    """The next turn finds in the cache what the first had transferred, and has its rows from the prefiller."""
     prompt, salt = prompt_of(2 * bench.block + 9, seed=3), unique("salt")
     for number in range(8):  # blocks that held the rows of others
         await bench.ask(prompt_of(3 * bench.block, seed=50 + number), max_new_tokens=2)
@@ -45,12 +45,11 @@ async def test_routes_of_what_came_from_elsewhere_are_unknown_here_and_known_the
     there = prefiller.engine.routes(salt)
     prefiller.engine.release_kv(salt)
     assert (there.first_position, there.end, there.unknown_ranges) == (0, len(prompt) - 1, ())
-    request = bench.request([*prompt, *first.token_ids, 1, 2, 3], salt=salt)
+    request = bench.request([*prompt, *first.token_ids, 1, 2, 3], salt=salt, first_route_position=len(prompt) - 1)
     (second,) = await bench.run(request)
     here = bench.engine.routes(request.request_id)
     assert second.cached_token_count >= 2 * bench.block
-    transferred = min(second.cached_token_count, len(prompt) - 1)
-    assert here.unknown_ranges == ((0, transferred),)
+    assert (here.first_position, here.unknown_ranges) == (len(prompt) - 1, ())
     live = bench.oracle.forward([*request.token_ids, *second.token_ids])
     assert live.margin > near_tie() or oracle.kept_dtype != torch.float32
     for rows in (there, here):

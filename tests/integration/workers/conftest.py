@@ -369,14 +369,10 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[getattr(request, "param", chosen)]()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def lending(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[], Lending]]:
-    """The kind of a body's engines, of which those of the two pools are up before: `lending()`, once a body.
-
-    For bodies on their module's event loop.
-    """
+@asynccontextmanager
+async def engines_to_lend(kind: Kind, directory: Path) -> AsyncIterator[Callable[[], Lending]]:
+    """Engines of the two pools that run on; each body takes a kind that lends them."""
     engines: list[Any] = []
-    directory = tmp_path_factory.mktemp("lending") / "model"
     save_model_of(kind.sizes, directory)
     if kind.slow_to_start:
         for _ in ("prefill", "decode"):
@@ -385,6 +381,16 @@ async def lending(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Async
     yield lambda: Lending(kind, engines, directory)
     for engine in engines:
         await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lending(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[], Lending]]:
+    """The kind of a body's engines, of which those of the two pools are up before: `lending()`, once a body.
+
+    For bodies on their module's event loop.
+    """
+    async with engines_to_lend(kind, tmp_path_factory.mktemp("lending") / "model") as lend:
+        yield lend
 
 
 @asynccontextmanager

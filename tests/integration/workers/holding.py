@@ -62,6 +62,10 @@ class HoldingEngine:
         """Swaps asked of the engine."""
         self.decodes: list[DecodeRequest] = []
         """All that were asked of it."""
+        self.prefills: dict[str, tuple[PrefillRequest, PrefillResult]] = {}
+        """By request, with what came of them."""
+        self.answers: dict[str, SampleChunk] = {}
+        """What it sampled so far, by sample."""
         self.tokens_sent = 0
         """Of all samples, in lists of chunks that whoever asked has taken."""
 
@@ -70,7 +74,9 @@ class HoldingEngine:
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         await self.points["prefill"].passed()
-        return await self._engine.prefill(request)
+        result = await self._engine.prefill(request)
+        self.prefills[request.request_id] = request, result
+        return result
 
     async def decode_batches(
         self, request: DecodeRequest, flush_s: float = 1.0
@@ -79,8 +85,18 @@ class HoldingEngine:
         await self.points["decode"].passed()
         async with aclosing(self._engine.decode_batches(request, flush_s)) as batches:
             async for chunks in batches:
+                for chunk in chunks:
+                    self._keep(request.sample_ids[chunk.sample_index], chunk)
                 yield chunks
                 self.tokens_sent += sum(len(chunk.token_ids) for chunk in chunks)
+
+    def _keep(self, sample_id: str, chunk: SampleChunk) -> None:
+        answer = self.answers.setdefault(sample_id, SampleChunk(chunk.sample_index))
+        answer.token_ids += chunk.token_ids
+        answer.logprobs += chunk.logprobs
+        answer.versions += chunk.versions
+        answer.finish_reason = chunk.finish_reason
+        answer.cached_token_count = max(answer.cached_token_count, chunk.cached_token_count)
 
     def pace(self, step_s: float) -> None:
         """Make every step of an embedded engine take that much longer, so that a turn can be met half-way."""

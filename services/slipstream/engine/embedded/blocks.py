@@ -74,6 +74,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Have nobody find these blocks any more. Whoever holds them goes on."""
+        for block in blocks:
+            self._emit(KvEvent("removed", (self._unregister(block),)))
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
     def available_beside(self, blocks: Iterable[int]) -> int:
         """Blocks that could be allocated if `blocks` were held."""
         return self.available - sum(self.references[block] == 0 for block in blocks)

@@ -219,7 +219,7 @@ class EngineCore:
         request = item if isinstance(item, PrefillRequest) else item.request
         size, end = self.config.block_size_tokens, len(request.token_ids) - 1
         hashes = block_hashes(request.salt, request.token_ids[:end], size)
-        hits = self.blocks.match(hashes)
+        hits = self._with_rows(request, self.blocks.match(hashes))
         missing = -(-end // size) - len(hits)
         room = self.blocks.available_beside(hits) - missing - owed_blocks
         if room < 0:
@@ -234,6 +234,20 @@ class EngineCore:
         self.prefix_query_tokens += end
         self.prefix_hit_tokens += start
         return _PromptJob(item, hashes, hits + fresh, start, end, start)
+
+    def _with_rows(self, request: PrefillRequest | DecodeRequest, hits: list[int]) -> list[int]:
+        """As many of a prompt's cached blocks as have the routes that it is to have.
+
+        KV of another engine brings none. It is for the rollout that it came for, which has its routes from there; who
+        else finds it computes it once more, and that is found from then on.
+        """
+        if not request.capture_routes or (isinstance(request, DecodeRequest) and request.kv is not None):
+            return hits
+        size, first = self.config.block_size_tokens, request.first_route_position
+        slots = [self.kv.slots_of(hits, max(first, n * size), (n + 1) * size) for n in range(first // size, len(hits))]
+        unknown = [n for n, each in enumerate(slots, first // size) if not self.kv.routes.known(each)]
+        self.blocks.forget(hits[n] for n in unknown)
+        return hits[: unknown[0]] if unknown else hits
 
     def _own_blocks(self, request: DecodeRequest) -> int:
         """Blocks of one sample beside the prompt's full blocks it shares: room for every token it may sample."""

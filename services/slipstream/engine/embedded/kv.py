@@ -45,6 +45,10 @@ class RouteSlots:
         """A copy of consecutive positions."""
         return RouteRows(self._rows[slots], first_position, runs(~self._known[slots], first_position))
 
+    def known(self, slots: np.ndarray) -> bool:
+        """Whether the experts of all of them are."""
+        return bool(self._known[slots].all())
+
     def copy_blocks(self, sources: list[int], targets: list[int], block_size: int) -> None:
         for array in (self._rows, self._known):
             blocks = array.reshape(len(array) // block_size, block_size, *array.shape[1:])

@@ -63,7 +63,7 @@ from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
-from slipstream.engine.vllm.rows import recomputed_from, routes_of
+from slipstream.engine.vllm.rows import ROWS_FROM, recomputed_from, routes_of
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
 from slipstream.models.base import Sizes
@@ -304,6 +304,8 @@ class VllmEngine:
         )
         if open_request.transfer and sample.index == 0:
             parameters.extra_args = self._offload.extra_args(request.salt, open_request.transfer)
+        elif request.capture_routes and request.kv is None:  # else they are where the prompt was computed
+            parameters.extra_args = (parameters.extra_args or {}) | {ROWS_FROM: request.first_route_position}
         if sampling.temperature >= GREEDY_BELOW:
             parameters.temperature = sampling.temperature  # vLLM rounds what is below 0.01 up, when it is built
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}

@@ -23,6 +23,7 @@ from slipstream.engine.hashing import prompt_of
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
+from slipstream.engine.vllm.rows import ROWS_FROM
 from slipstream.engine.vllm.salts import SaltVersions
 
 RELEASE_PAUSE_S = 0.01
@@ -182,6 +183,8 @@ class Prefills:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=self._offload.extra_args(request.salt, held),
         )
+        if request.capture_routes:
+            parameters.extra_args = (parameters.extra_args or {}) | {ROWS_FROM: request.first_route_position}
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
         output: Any = None
         try:

@@ -8,6 +8,9 @@ import numpy as np
 
 from slipstream.engine.routes import RouteRows, runs
 
+ROWS_FROM = "slipstream_rows_from"
+"""In a request's extra arguments: the first position whose rows are wanted of this engine. Without it, none of its
+prompt's."""
 RECOMPUTED = "slipstream_recomputed_from"
 """In the transfer parameters that come with a request's last output, which is where vLLM lets a scheduler add to it."""
 

@@ -23,6 +23,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from slipstream.engine.vllm.cache import NEWS, CacheLedger
 from slipstream.engine.vllm.config import PROBE_PLACES
+from slipstream.engine.vllm.known_rows import KnownRowsMixin
 from slipstream.engine.vllm.offload.names import FIGURES
 from slipstream.engine.vllm.recomputed import RecomputeMixin
 from slipstream.engine.vllm.transfers import TransferMixin
@@ -196,12 +197,12 @@ class OffloadMixin(Scheduler):
         return stats
 
 
-class ProbeScheduler(OffloadMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin):
+class ProbeScheduler(OffloadMixin, KnownRowsMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin):
     """For executors that run one step at a time: the CPU."""
 
 
 class AsyncProbeScheduler(
-    OffloadMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin, AsyncScheduler
+    OffloadMixin, KnownRowsMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin, AsyncScheduler
 ):
     """For executors that schedule ahead."""
 
