@@ -104,7 +104,7 @@ class Stack:
         self.base_url = f"http://{addresses['gateway']}/v1"
         replicas = [(member.worker.identity.replica, member.address) for member in self.cluster.members]
         pools = [replica.partition("-")[0] for replica, _ in replicas]
-        environment = {"name": "look", "max_new_tokens": 120, "deadline_s": 60.0}
+        environment = {"name": "look", "max_new_tokens": 120, "deadline_s": 150.0}
         orchestrator_config = make(
             OrchestratorConfig,
             redis_url=redis_url,
@@ -122,6 +122,8 @@ class Stack:
                 "groups_per_step": 1,
                 "samples_per_group": 2,
                 "min_reward_std": 0.0,
+                "pool_timeout_s": 150.0,
+                "runner_lease_ttl_s": 60.0,
                 "evaluate_before": False,
                 "evaluate_after": False,
                 **fields,
