@@ -69,8 +69,8 @@ class Documents:
 
     def attend(self, layer: int, q_1TNH: Tensor, k_1TGH: Tensor, v_1TGH: Tensor, scale: float | None) -> Tensor:
         """Causal attention within each document; all layers alike."""
-        if self.shape[0] == 1:  # no padding; on a card cuDNN's kernel, in less time than that for ragged documents
-            return causal(q_1TNH, k_1TGH, v_1TGH, scale)
+        if self.shape[0] == 1 and not q_1TNH.is_meta:  # there `causal` would hold the scores of all pairs
+            return causal(q_1TNH, k_1TGH, v_1TGH, scale)  # no padding; on a card faster than the kernel of ragged ones
         if takes_ragged(q_1TNH.device, q_1TNH.dtype, q_1TNH.shape[-1]):
             return ragged_causal(q_1TNH[0], k_1TGH[0], v_1TGH[0], self.starts, self.shape[1], scale).unsqueeze(0)
         q, k, v = (_Spread.apply(x[0], self).view(*self.shape, *x.shape[2:]) for x in (q_1TNH, k_1TGH, v_1TGH))
