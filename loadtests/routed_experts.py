@@ -235,6 +235,8 @@ class Consumer:
                     assert sequence.routes.unknown_ranges == ()
                     rows = sequence.routes.rows[:: TOKENS // 7]
                     assert np.array_equal(rows, self._expected[next(left) % DISTINCT])
+                    del sequence, rows
+                portion.micro_batches.clear()  # as the trainer does
         assert next(left, None) is None
         await client.close()
 

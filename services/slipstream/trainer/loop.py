@@ -369,6 +369,7 @@ class TrainingLoop:
                     refused += portion.refused
                     self._status.enter("training")
                     await self._torch.run(learner.add, portion.micro_batches)
+                    portion.micro_batches.clear()
                     asked_s = self._fetching()
             self._status.enter("training")
             metrics = await self._torch.run(learner.finish, version.step, refused)

@@ -104,7 +104,9 @@ class PlanReader:
                 parts |= await self._fetch_again(refused)
                 batches = await self._torch.run(_stitch, portion, parts, form)
             shared = await self._torch.run(_kept_parts, portion, parts, shared)
-            yield _kept(portion, batches)
+            stitched = _kept(portion, batches)
+            del batches  # the caller alone holds the sequences, and lets go of them before the next are stitched
+            yield stitched
 
     async def _fetch(self, portion: Portion, half: int) -> dict[RefId, Part]:
         size_bytes = portion.size_bytes
