@@ -28,6 +28,7 @@ from slipstream.models.qwen3_moe.model import build_model, init_weights
 from slipstream.models.registry import save_sizes
 from slipstream.teacher.config import TeacherConfig
 from slipstream.teacher.desk import Desk
+from slipstream.teacher.engines import OnThread
 from slipstream.teacher.scorer import Scorer
 from slipstream.teacher.servicer import TeacherServicer
 from slipstream.weights.config import WeightsConfig
@@ -61,17 +62,17 @@ async def teacher(directory: Path) -> AsyncIterator[str]:
     save_model(model, directory)
     save_sizes(SIZES, directory)
     config = TeacherConfig(teacher_model=directory, max_batch_tokens=24, listen=ListenConfig(), run_dir=directory)
-    scorer, executor = Scorer(config), ThreadPoolExecutor(1)
-    desk = Desk(scorer.score, executor, config.max_batch_tokens, config.max_waiting_tokens)
+    engine = OnThread(Scorer(config), ThreadPoolExecutor(1))
+    desk = Desk(engine.score, config.max_batch_tokens, config.max_waiting_tokens)
     judging = asyncio.create_task(desk.run())
     add = teacher_pb2_grpc.add_TeacherServiceServicer_to_server
     try:
-        async with serving(config, add, TeacherServicer(config, scorer.sizes, desk), TEACHER) as address:
+        async with serving(config, add, TeacherServicer(config, engine.bounds, desk), TEACHER) as address:
             yield address
             assert desk.token_count == 0, "what was refused, or hung up, is judged by nobody"
     finally:
         judging.cancel()
-        executor.shutdown()
+        await engine.stop()
 
 
 @asynccontextmanager
