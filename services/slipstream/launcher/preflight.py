@@ -118,13 +118,14 @@ def _model(trainer: Any, sizes: Sizes, origins: Origins) -> None:
 
 def _environments(config: RunConfig, origins: Origins, sizes: Sizes, model: Path | None) -> None:
     """Build every environment in another process: a third party's code may do anything, or never come back."""
+    runner: Any = config.section("runner")
     asked = {
         "environments": [environment.model_dump(mode="json") for environment in config.environments],
         "seed": config.run.seed,
         "initial_model": str(model) if model else None,
         "context_tokens": sizes.max_context_tokens,
         "demonstrations": config.sft.enabled and model is None,
-        "renderer": config.runner.renderer.model_dump(mode="json"),
+        "renderer": runner.renderer.model_dump(mode="json"),
     }
     imported = [e.path for e in config.environments if isinstance(e, ImportedConfig)]
     imported += [e.entry_point for e in config.environments if isinstance(e, EntryPointConfig)]
