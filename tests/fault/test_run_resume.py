@@ -50,10 +50,13 @@ def test_a_run_that_was_killed_whole_and_then_stopped_goes_on_to_its_end(launch)
     os.kill(again.process.pid, ASKED_TO_STOP)
     assert again.end(120.0) == 0, again.output
     assert "run run: going on from step 2 of 14, that of its last checkpoint" in again.output
-    last = launch("run", resume=True)
+    moved = again.path.rename(again.path.with_name("moved"))
+    last = launch("moved", resume=True)
     assert last.end(200.0) == 0, last.output
+    assert not again.path.exists(), "it goes on where it is, not where it began"
+    assert last.path == moved
     finished_once(last, 14)
     assert [record["incarnation"] for record in last.metrics("restored")] == [2, 3]
-    refused = last.slipstream("rl", "--resume", "run")
+    refused = last.slipstream("rl", "--resume", "moved")
     assert refused.returncode == 2
     assert "has ended for good" in refused.stderr

@@ -131,7 +131,7 @@ def _resolve_one(
         parallel = values["engine"].setdefault("parallel", {})
         parallel["data_parallel_size"] = config.data_parallel_size(service)
     values |= {
-        "run_id": run.name,
+        "run_id": run.run_id,
         "run_dir": run.path,
         "replica": replica,
         "listen": _listen(address, elsewhere),

@@ -33,6 +33,14 @@ class RunDir:
         return self.path.name
 
     @property
+    def run_id(self) -> str:
+        """What its services and its journal know it by: the name it began with, wherever its directory is by now."""
+        try:
+            return str(read_toml(self.service_config("orchestrator"))["run_id"])
+        except (ConfigError, KeyError):  # it is yet to begin
+            return self.name
+
+    @property
     def config_file(self) -> Path:
         return self.path / "config.toml"
 
