@@ -1,6 +1,6 @@
 """`docker compose up` where there is no Docker: every service of a compose file as a process in mounts of its own.
 
-    python emulator.py compose.yaml DIRECTORY STEPS < the variables, as JSON
+    python emulator.py compose.yaml DIRECTORY STEPS [PROFILE] < the variables, as JSON
 
 Must run in a network namespace of its own, whose /etc/hosts has a loopback address for every service. Command,
 environment, volumes, health checks, order of start and of stop are taken from the file; what the images bring is this
@@ -60,6 +60,11 @@ def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
 
 def load(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
     return interpolated(yaml.safe_load(path.read_text()), variables)
+
+
+def chosen(services: dict[str, Any], profile: str) -> dict[str, Any]:
+    """Those without a profile, and those of this one."""
+    return {name: spec for name, spec in services.items() if profile in spec.get("profiles", [profile])}
 
 
 def seconds(duration: str) -> float:
@@ -167,8 +172,8 @@ class Container:
 class Stack:
     """All services of a file."""
 
-    def __init__(self, file: Path, directory: Path, variables: Mapping[str, str]) -> None:
-        services = load(file, variables)["services"]
+    def __init__(self, file: Path, directory: Path, variables: Mapping[str, str], profile: str) -> None:
+        services = chosen(load(file, variables)["services"], profile)
         self.containers = {name: Container(name, spec, file.parent, directory) for name, spec in services.items()}
         self.directory = directory
         tool = directory / "bin" / "valkey-cli"
@@ -275,10 +280,11 @@ def asked_of_gateway(certs: Path) -> list[Any]:
 
 def main() -> None:
     file, directory, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    stack = Stack(file, directory, json.load(sys.stdin))
+    variables = json.load(sys.stdin)
+    stack = Stack(file, directory, variables, "".join(sys.argv[4:]))
     try:
         stack.up()
-        [run_dir] = (directory / "volumes" / "runs").iterdir()
+        run_dir = directory / "volumes" / "runs" / variables["SLIPSTREAM_RUN"]
         seen: dict[str, Any] = {"ports": reached(stack.containers)}
         seen["gateway"] = asked_of_gateway(run_dir / "certs")
         seen["steps"] = asyncio.run(train(stack, run_dir, steps))

@@ -14,6 +14,12 @@ import pytest
 from dockerfile_parse import DockerfileParser
 from emulator import BWRAP, load, root_arguments
 
+from slipstream.environments.tokenizer import build_tokenizer
+from slipstream.models.checkpoint import save_model
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.model import build_model, init_weights
+from slipstream.models.registry import save_sizes
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "compose.yaml"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -60,7 +66,9 @@ def test_no_service_is_privileged_published_or_without_bounds():
 
 def test_every_process_of_the_demo_has_a_container_at_the_address_its_peers_are_told():
     settings = tomllib.loads((ROOT / "deploy" / "compose.toml").read_text())
-    endpoints = settings["endpoints"]
+    beside = tomllib.loads((ROOT / "deploy" / "teacher.toml").read_text())
+    endpoints = settings["endpoints"] | beside["endpoints"]
+    assert [name for name, spec in SERVICES.items() if spec.get("profiles")] == ["teacher"]
     served = {f"{name}:{port}" for name, spec in BUILT.items() for port in spec.get("expose", [])}
     assert served == {*endpoints.values(), f"gateway:{settings['gateway']['http_port']}"}
     for address, replica in {address: replica for replica, address in endpoints.items()}.items():
@@ -90,15 +98,28 @@ def test_the_dockerfile_is_read_as_meant():
                 assert f"!{source}" in kept, source
 
 
+def keep_a_teacher(directory: Path) -> None:
+    """What an earlier run of the demo might have ended with: a model with its tokenizer."""
+    tokenizer = build_tokenizer()
+    sizes = MoeConfig(vocab_size=tokenizer.get_vocab_size())
+    model = build_model(sizes)
+    init_weights(model, 3)
+    save_model(model, directory)
+    save_sizes(sizes, directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
 @pytest.mark.timeout(480)
 def test_the_whole_stack_of_the_file_trains_and_stops(tmp_path):
     hosts = tmp_path / "hosts"
     addresses = [f"127.0.1.{number} {name}" for number, name in enumerate(SERVICES, start=1)]
     hosts.write_text("\n".join(["127.0.0.1 localhost", *addresses]) + "\n")
+    keep_a_teacher(tmp_path / "volumes" / "runs" / "demo" / "checkpoints" / "final")
     around = [BWRAP, *root_arguments(), "--unshare-net", "--die-with-parent", "--ro-bind", str(hosts), "/etc/hosts"]
     paths = ["PYTHONPATH=" + ":".join(str(ROOT / name) for name in ("services", "clients/python"))]
     command = [*around, "--", "env", *paths, sys.executable, str(EMULATOR), str(COMPOSE), str(tmp_path), str(STEPS)]
-    variables = {"SLIPSTREAM_RUN": "small", "SLIPSTREAM_ARGS": ARGUMENTS}
+    variables = {"SLIPSTREAM_RUN": "small", "SLIPSTREAM_ARGS": ARGUMENTS, "SLIPSTREAM_OVERLAY": "@ deploy/teacher.toml"}
+    command.append("teacher")
     done = subprocess.run(command, input=json.dumps(variables), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     seen = json.loads(done.stdout)
@@ -106,6 +127,8 @@ def test_the_whole_stack_of_the_file_trains_and_stops(tmp_path):
     assert all(seen["ports"].values()), seen["ports"]
     assert seen["gateway"] == [401, "invalid_api_key"]
     assert seen["steps"] >= STEPS
+    steps = [json.loads(line) for line in (tmp_path / "volumes/runs/small/metrics.jsonl").read_text().splitlines()]
+    assert all("teacher_kl" in step for step in steps if step["kind"] == "step"), "the teacher judged what trained"
     assert "away" not in seen["status"]
     assert set(seen["ended"]) == {name for name, spec in SERVICES.items() if not spec["healthcheck"].get("disable")}
     assert {code for code, _ in seen["ended"].values()} == {0}, seen["ended"]
