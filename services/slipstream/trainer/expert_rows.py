@@ -88,11 +88,13 @@ def compiled_check() -> Callable[..., Any] | None:
     The first call takes a second and the compiler's 130 MB, which stay.
     """
     try:
-        from numba import njit, uint64
+        from numba import njit, types, uint64
     except ImportError:
         return None
 
-    @njit([uint64(uint64[:, ::1], uint64[:, ::1], uint64, uint64)], nogil=True)
+    words = types.Array(uint64, 2, "C", readonly=True)  # so that rows that may not be written to are taken as well
+
+    @njit([uint64(words, words, uint64, uint64)], nogil=True)
     def clashing(words_WN: Any, comparisons_S: Any, lowest: Any, highest: Any) -> Any:
         found = np.uint64(0)
         for start in range(0, words_WN.shape[1], 2048):

@@ -67,3 +67,11 @@ def test_rows_at_any_address_are_looked_through():
     assert fault(rows, 256, ALWAYS) is None
     rows[39, 0] = rows[39, 3]
     assert fault(rows, 256, ALWAYS) == TWICE
+
+
+@pytest.mark.parametrize("top_k", [4, 8])
+def test_rows_that_may_not_be_written_to_are_looked_through(top_k: int):
+    rows = distinct(40, "u1", top_k)
+    assert fault(np.frombuffer(rows.tobytes(), np.uint8).reshape(-1, top_k), 256, ALWAYS) is None
+    rows[39, 0] = rows[39, 3]
+    assert fault(np.frombuffer(rows.tobytes(), np.uint8).reshape(-1, top_k), 256, ALWAYS) == TWICE
