@@ -19,9 +19,20 @@ from numpy.typing import NDArray
 from slipstream.common.config import ENVIRONMENT
 from slipstream.common.errors import RequestAborted
 from slipstream.engine.vllm.judge_config import VllmJudgeConfig
+from slipstream.models.registry import read_config
 
 EXTENSION = "slipstream.engine.vllm.judge_worker.JudgeExtension"
 SHUTDOWN_TIMEOUT_S = 10.0
+
+
+def longer_context(model_dir: Path, tokens: int) -> dict[str, Any]:
+    """What of a model's configuration vLLM is to read otherwise.
+
+    It samples a token after each prompt, so a sequence of the whole context needs a position more. A model that sees or
+    hears, too, has its text's sizes one level down, and vLLM looks nowhere else.
+    """
+    changed = {"max_position_embeddings": tokens}
+    return {"text_config": changed} if isinstance(read_config(model_dir).get("text_config"), dict) else changed
 
 
 class VllmJudge:
@@ -55,8 +66,7 @@ class VllmJudge:
             skip_tokenizer_init=True,
             seed=0,
             max_model_len=max_context_tokens + 1,
-            # vLLM samples a token after each prompt, so a sequence of the whole context needs a position more.
-            hf_overrides={"max_position_embeddings": max_context_tokens + 1},
+            hf_overrides=longer_context(model_dir, max_context_tokens + 1),
             max_num_seqs=config.max_running_sequences,
             max_num_batched_tokens=max(config.max_prefill_tokens, config.max_running_sequences),
             enable_chunked_prefill=True,
