@@ -85,6 +85,7 @@ async def test_a_dense_family_is_updated_in_flight(sizes, tmp_path, request):
         engine, prompt = bench.engine, prompt_of(20)
         before = await engine.checksums(checksum)
         assert before.keys() == tensors(sizes, 1).keys()
+        refused, taken = tensors(sizes, 3), tensors(sizes, 2)  # made before anything is sampled
         requests = [bench.request(prompt, samples=2, max_new_tokens=NEW_TOKENS[device]) for _ in range(2)]
         running = [asyncio.create_task(bench.run(request)) for request in requests]
         await until(lambda: engine.load().decoded_tokens > 60, "some tokens of each")
@@ -95,10 +96,10 @@ async def test_a_dense_family_is_updated_in_flight(sizes, tmp_path, request):
             raise ValueError("refused")
 
         with pytest.raises(ValueError, match="refused"):
-            await engine.update(PolicyVersion(1, 9), tensors(sizes, 3), reject)
+            await engine.update(PolicyVersion(1, 9), refused, reject)
         assert await engine.checksums(checksum) == before
         second = PolicyVersion(1, 1)
-        report = await engine.update(second, tensors(sizes, 2), lambda paused: None)
+        report = await engine.update(second, taken, lambda paused: None)
         assert report.in_flight_samples == 4
         live = await engine.checksums(checksum)
         assert live != before

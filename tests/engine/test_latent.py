@@ -39,7 +39,7 @@ SIZES = DeepseekV3Config(
         rope_type="yarn", factor=16.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0
     ),
 )
-NEW_TOKENS = {"cpu": 150, "cuda": 900}
+NEW_TOKENS = {"cpu": 300, "cuda": 900}
 """More than are sampled before an update has come and gone."""
 
 
@@ -96,6 +96,7 @@ async def test_latent_attention_is_updated_in_flight(request: pytest.FixtureRequ
 
         before = await engine.checksums(checksum)
         assert before.keys() == tensors(1).keys()
+        refused, taken = tensors(3), tensors(2)  # made before anything is sampled
         asked = [bench.request(prompt, samples=2, max_new_tokens=NEW_TOKENS[options.device]) for _ in range(2)]
         running = [asyncio.create_task(bench.run(each)) for each in asked]
         await until(lambda: engine.load().decoded_tokens > 60, "some tokens of each")
@@ -106,9 +107,9 @@ async def test_latent_attention_is_updated_in_flight(request: pytest.FixtureRequ
             raise ValueError("refused")
 
         with pytest.raises(ValueError, match="refused"):
-            await engine.update(PolicyVersion(1, 9), tensors(3), reject)
+            await engine.update(PolicyVersion(1, 9), refused, reject)
         assert await engine.checksums(checksum) == before
-        report = await engine.update(second, tensors(2), lambda paused: None)
+        report = await engine.update(second, taken, lambda paused: None)
         assert report.in_flight_samples == 4
         after = await engine.checksums(checksum)
         assert all(after[name] != before[name] for name in after if "norm" not in name)

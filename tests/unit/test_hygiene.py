@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_BYTES = 1024 * 1024
@@ -53,6 +54,11 @@ def test_generated_and_large_files_are_not_committed():
     names = tracked()
     assert [name for name in names if name.startswith(("services/slipstream/api/", "services/buf/", "runs/"))] == []
     assert [name for name in names if (ROOT / name).stat().st_size > LARGEST_BYTES] == []
+
+
+def test_no_example_of_a_property_has_a_deadline_that_a_busy_machine_could_miss():
+    assert settings.default is not None
+    assert settings.default.deadline is None
 
 
 WALL_CLOCK = re.compile(r"\btime\.time(?:_ns)?\b|\bdatetime\.(?:datetime\.)?(?:now|utcnow|today)\b")

@@ -57,10 +57,32 @@ def compare(dtype: torch.dtype) -> None:
         close(ours, plain, dtype)
 
 
+def compare_strided() -> None:
+    """Rows, scores, gates and gradients that lie with gaps between them, or all in one place."""
+    generator = torch.Generator().manual_seed(5)
+    both = torch.randn(TOKENS * TOP_K, 2 * WIDTH, generator=generator).requires_grad_()
+    scores = torch.rand(TOP_K, TOKENS, generator=generator).requires_grad_()
+    places = torch.randperm(TOKENS * TOP_K, generator=generator).view(TOKENS, TOP_K)
+    found = []
+    for fused in (False, True):
+        both.grad = scores.grad = None
+        left, right = both.chunk(2, dim=1)
+        if fused:
+            out = add_up(Gated.apply(left, right), places, scores.t(), torch.float32)  # pyright: ignore
+        else:
+            rows = torch.nn.functional.silu(left) * right
+            out = (rows[places.reshape(-1)].view(TOKENS, TOP_K, WIDTH) * scores.t().unsqueeze(2)).sum(1)
+        out.sum().backward()  # one number, at every place
+        found.append([out.detach(), both.grad, scores.grad])
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)  # scores' gradients are sums of 200
+
+
 if __name__ == "__main__":
     expert_kernels.BLOCK = 64  # several, the last one in part
     for dtype in (torch.float32, torch.bfloat16):
         compare(dtype)
+    compare_strided()
     none = add_up(torch.zeros(0, 8), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), torch.float32)
     assert none.shape == (0, 8)
     print("alike")
