@@ -60,10 +60,10 @@ class ConcurrencyGate:
         """How often the limit was lowered, by reason."""
         return self._limit.moves if self._limit is not None else {}
 
-    def open(self, in_flight: int, group_size: int = 0) -> bool:
-        """Whether another group may be dispatched; one may always run. `group_size`: 0 means the run's own."""
+    def room(self, in_flight: int) -> float:
+        """How many rollouts more may be dispatched; any number where nothing is in flight: one group may always run."""
         limit = self.rollouts
-        return limit is None or not in_flight or in_flight + (group_size or self._samples_per_group) <= limit
+        return math.inf if limit is None or not in_flight else limit - in_flight
 
     def failed(self, reason: str) -> None:
         """A group failed."""

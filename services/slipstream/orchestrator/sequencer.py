@@ -228,24 +228,25 @@ class Sequencer:
         """Whether `acquire` would hand something out."""
         if self.state.ended or self.state.closed or not self.state.serving:
             return False
-        return self._evaluation_due or self._own_may_go or self.line.first(self._may_go) is not None
+        return self._evaluation_due or self._own_may_go or self._outside() is not None
 
     @property
     def _own_may_go(self) -> bool:
-        return not self.config.sessions.only and self._training_open()
+        return not self.config.sessions.only and self._room() >= self.config.samples_per_group
 
-    def _may_go(self, group: Waiting) -> bool:
-        """Whether a group from outside is admitted now: one that trains as the run's own are."""
-        return not group.trains or self._training_open(group.rollout_count)
+    def _outside(self, *, sessions: bool = True) -> Waiting | None:
+        """The group from outside that goes next: one that trains is admitted as the run's own are.
 
-    def _training_open(self, rollout_count: int = 0) -> bool:
-        """Whether a position may be handed out, by staleness, what the engines hold, and breakers."""
-        return (
-            self.state.phase is RunPhase.TRAINING
-            and self.machine.dispatchable
-            and self.concurrency.open(self.rollouts_in_flight, rollout_count)
-            and self.breakers.any_allowed
-        )
+        A larger one needs no more room than those, which would else take every place that came free before it.
+        `sessions`: whether whoever asks can have them.
+        """
+        room, own = self._room() if sessions else 0, self.config.samples_per_group  # once: many may wait
+        return self.line.first(lambda each: not each.trains or room >= own or each.rollout_count <= room)
+
+    def _room(self) -> float:
+        """Rollouts for which a position may be handed out, by staleness, what the engines hold, and breakers."""
+        positions = self.state.phase is RunPhase.TRAINING and self.machine.dispatchable and self.breakers.any_allowed
+        return self.concurrency.room(self.rollouts_in_flight) if positions else 0
 
     @property
     def rollouts_in_flight(self) -> int:
@@ -307,7 +308,7 @@ class Sequencer:
         version = self.state.serving
         if self.evaluation is not None and self._evaluation_due:
             return self._assigner.evaluation(*self.evaluation.take(), version, self.evaluation.config)
-        outside = self.line.first(lambda each: self._may_go(each) and bool(runner.address or not each.trains))
+        outside = self._outside(sessions=bool(runner.address))
         if isinstance(outside, ExternalGroup):
             return self._assigner.external(self.external.take(outside, version), version)
         group = self.machine.dispatch() if outside is not None or self._own_may_go else None

@@ -11,8 +11,9 @@ import pytest
 from virtual_run import VirtualRun
 
 from slipstream.api.inference.v1 import worker_pb2
+from slipstream.api.rollout.v1 import rollout_pb2
 from slipstream.orchestrator.concurrency import ConcurrencyLimit, Reading
-from slipstream.orchestrator.config import ConcurrencyConfig
+from slipstream.orchestrator.config import ConcurrencyConfig, SessionsConfig
 from slipstream.orchestrator.keeper import Worker
 
 FIXED = (24, 64, 192, 512, 1024)
@@ -90,6 +91,39 @@ def test_it_falls_with_the_engines_that_go_away_and_is_back_soon_after_them() ->
     feed(some, 25, CALM)
     assert some.rollouts >= 400
     assert some.moves["engines_away"] == 2
+
+
+def test_sessions_that_are_more_than_a_group_of_the_run_find_a_place_beside_those(tmp_path, monkeypatch) -> None:
+    run = VirtualRun(
+        tmp_path, {"a": 5.0}, step_s=0.1, groups_per_step=8, max_off_policy_steps=7, total_steps=200,
+        concurrency=ConcurrencyConfig(min_rollouts=8), sessions=SessionsConfig(),
+    )  # fmt: skip
+    run.duration_s["session"] = 5.0
+    worker = Worker("decode-1", "decode", None, slot_count=8)  # type: ignore[arg-type]
+    worker.seen_at = 0.0
+    worker.load = worker_pb2.Load(running_sample_count=8, blocks_used=965, blocks_total=1000)
+    run.sequencer.look_at_load([worker])
+    run.run(until_s=1)
+    assert run.sequencer.rollouts_in_flight == run.sequencer.concurrency.rollouts == 8
+    run.leases.renew("runner-1", "1").address = "somewhere:1"
+    request = rollout_pb2.OpenSessionRequest(request_id="a", group_key="k", group_size=6)
+    opening = run.sequencer.sessions.open(request, b"key", b"nonce")
+    run.run(until_s=4)
+    assert opening.session is None, "there is no room"
+    alone = rollout_pb2.OpenSessionRequest(request_id="b", group_size=6)
+    others = [run.sequencer.sessions.open(alone, b"%d" % number, b"nonce") for number in range(200)]
+    looks: list[int] = []
+    room = run.sequencer.concurrency.room
+    with monkeypatch.context() as patch:
+        patch.setattr(run.sequencer.concurrency, "room", lambda count: looks.append(count) or room(count))
+        assert not run.sequencer.available
+    assert len(looks) <= 2, "not once for each that waits"
+    for each in others:
+        run.sequencer.sessions.withdraw(each)
+    run.run(until_s=60)
+    assert opening.session is not None
+    assert opening.session.proto.state == rollout_pb2.SESSION_STATE_TRAINED
+    run.close()
 
 
 def test_a_run_hands_out_no_more_than_the_limit_and_less_while_an_environment_is_backed_off(tmp_path) -> None:
