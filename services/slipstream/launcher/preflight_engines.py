@@ -69,11 +69,11 @@ def _offload(config: RunConfig, pool: str, offload: Any, origins: Origins, regio
 def why_unusable(directory: Path) -> str:
     """Why nothing could be written below a directory, which is made when the engine starts; empty if it could."""
     there = directory.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        return f"{str(there)!r} is no directory"
     try:  # the rights alone say nothing of a file system that is read-only, or takes no files
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not there.is_dir():
+            return f"{str(there)!r} is no directory"
         with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slipstream.common.config import ConfigError
+from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.common.config_errors import Origins
-from slipstream.launcher.cards import devices_of
+from slipstream.launcher.cards import VISIBLE, devices_of
 from slipstream.launcher.config import ON_CARDS, RunConfig
-from slipstream.launcher.memory import MIB, total_bytes
+from slipstream.launcher.memory import MIB, PROC, total_bytes
 from slipstream.launcher.needs import needed_bytes
 from slipstream.launcher.preflight_engines import why_unusable
 
@@ -47,21 +47,29 @@ def _run_directory(config: RunConfig, origins: Origins) -> None:
     while not there.exists():
         there = there.parent
     least, total = _section(config, "orchestrator").disk.min_free_bytes, shutil.disk_usage(there).total
-    if least >= total:
+    if least and least >= total:  # some file systems tell no size
         where = origins.located("orchestrator.disk.min_free_bytes", "run.directory")
         raise ConfigError(f"{where} is {least}; the disk of {str(there)!r} has {total} bytes in all")
 
 
-def _cards(config: RunConfig, origins: Origins, devices: Path) -> None:
+def _cards(config: RunConfig, origins: Origins, devices: Path, proc: Path = PROC) -> None:
     """Named cards must be there. A run that names none may be looked at where there is none."""
     if (devices / "dxg").exists():  # Windows gives its cards another name, all of them one
         return
-    count = len(list(devices.glob("nvidia[0-9]*")))
+    count = _card_count(devices, proc)
     for service in ON_CARDS:
         absent = [card for card in devices_of(config, service) if card >= count]
         if absent:
             there = f"this machine has {count}, from 0" if count else "this machine has none"
             raise ConfigError(f"{origins.located(f'{service}.devices')}: there is no card {absent[0]}; {there}")
+
+
+def _card_count(devices: Path, proc: Path) -> int:
+    """As many as numbers may name: cards, or what the launcher is shown of them, as are parts of one card (MIG)."""
+    files = devices.glob("nvidia[0-9]*")  # made by the driver's own tools, which may not have run since the start
+    listed = (proc / "driver" / "nvidia" / "gpus").glob("*")
+    there, shown = max(len(list(files)), len(list(listed))), ENVIRONMENT.get(VISIBLE, "")
+    return len(shown.split(",")) if there and shown else there
 
 
 def _memory(config: RunConfig, origins: Origins, total: Callable[[], int] = total_bytes) -> None:
