@@ -146,8 +146,10 @@ def test_the_trace_of_a_step_links_the_groups_that_it_trains(finished):
 
 
 def test_a_run_becomes_one_trace_file(finished, capsys):
+    by_itself = finished.bounded.path / "trace.json"
+    assert json.loads(by_itself.read_text())["traceEvents"]
     assert trace([str(finished.bounded.path)]) == 0
-    written = json.loads((finished.bounded.path / "trace.json").read_text())["traceEvents"]
+    written = json.loads(by_itself.read_text())["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in written if event["name"] == "process_name"}
     assert {"orchestrator", "router", "runner-1", "prefill-1", "decode-1", "trainer"} <= set(processes.values())
     assert {event["ph"] for event in written} == {"M", "X", "s", "f"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from slipstream.api.run.v1 import run_pb2
 from slipstream.common.channel import open_channel
 from slipstream.common.config import dump_toml
+from slipstream.common.errors import DiskFull
 from slipstream.launcher import progress
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, finish_telling, open_display, tell
@@ -28,6 +29,7 @@ from slipstream.launcher.sentences import one_line
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
 from slipstream.launcher.supervisor import OnEvent, Supervisor
+from slipstream.launcher.trace import write_traces
 from slipstream.launcher.valkey import socket_path, valkey_spec
 
 
@@ -126,11 +128,16 @@ async def _run_rl(
 
 
 def _report(run: RunDir) -> str:
-    """Write the report; says where it is, or why there is none."""
+    """Write the report, and the trace file if traces were taken; says where they are, or why not."""
     try:
-        return f"report: {shown(write_report(run))}"
+        said = f"report: {shown(write_report(run))}"
     except OSError as error:
         return f"no report: {error.strerror}; `slipstream report {shown(run.path)}` makes it later"
+    try:
+        traces = write_traces(run)
+    except (OSError, DiskFull):
+        return f"{said}; no trace file: `slipstream trace {shown(run.path)}` makes it later"
+    return f"{said}; traces: {shown(traces)}" if traces is not None else said
 
 
 def restart_sentence(kind: str, fields: Mapping[str, object], budget: int) -> str:

@@ -16,14 +16,15 @@ from slipstream.common.config import ConfigError
 from slipstream.common.disk import full_disk_named
 from slipstream.common.tracing import SPAN
 from slipstream.launcher.records import Record, is_span, read_all
-from slipstream.launcher.rundir import find_services_run, shown
+from slipstream.launcher.rundir import RunDir, find_services_run, shown
 
 USAGE = """\
 usage: slipstream trace [RUN] [--group GROUP]
 
 Write runs/RUN/trace.json, which https://ui.perfetto.dev and chrome://tracing open: what each service did when, and the
-traces of single groups if the run was told to take some (tracing.sample_share). Works while the run goes on, after it,
-and after its processes were killed. RUN is a name in runs/ or a path; without it, the newest run is meant.
+traces of single groups if the run was told to take some (tracing.sample_share); such a run writes it at its end by
+itself. Works while the run goes on, after it, and after its processes were killed. RUN is a name in runs/ or a path;
+without it, the newest run is meant.
 
   --group GROUP   the traces of one group alone, such as train-12
 """
@@ -50,6 +51,16 @@ def trace(arguments: Sequence[str]) -> int:
     traces = len({record["trace"] for records in spans.values() for record in records})
     print(f"{shown(path)}: {count} events, {traces} traces")
     return 0
+
+
+def write_traces(run: RunDir) -> Path | None:
+    """Write `trace.json` of a run that took any traces. Raises `OSError`, `DiskFull`."""
+    lines = {file.stem: _timed(read_all(file)) for file in sorted((run.path / "timeline").glob("*.jsonl"))}
+    if not any(record.get("kind") == SPAN for records in lines.values() for record in records):
+        return None
+    path = run.path / "trace.json"
+    write_events(path, events_of(lines))
+    return path
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str | None, str | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from slipstream.api.run.v1 import run_pb2
@@ -23,6 +25,19 @@ def test_the_last_sentence_counts_the_steps_that_were_trained_until_a_death(synt
     heard = run_pb2.Run(step=17)  # the orchestrator died before it could tell of more
     assert conclude(synthetic_run, Ending(1, "orchestrator died"), heard, 9.0, LineDisplay()) == 1
     assert "synthetic ended: orchestrator died (20 steps in 9 s; report: " in capsys.readouterr().err
+
+
+def test_a_run_that_took_traces_has_a_trace_file_at_its_end(synthetic_run, write_lines, capsys):
+    path = synthetic_run.path / "trace.json"
+    assert conclude(synthetic_run, Ending(0, ""), run_pb2.Run(), 9.0, LineDisplay()) == 0
+    assert not path.exists()
+    span = {"kind": "span", "name": "group", "start_s": 1.0, "end_s": 2.0, "trace": "a" * 32, "span": "b" * 16}
+    write_lines(synthetic_run.path / "timeline" / "orchestrator.jsonl", [span])
+    assert conclude(synthetic_run, Ending(0, ""), run_pb2.Run(), 9.0, LineDisplay()) == 0
+    assert f"; traces: {path}" in capsys.readouterr().out
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    assert "group" in names
+    assert "train_step" in names, "what else was done is there, too"
 
 
 def test_a_finished_run_tells_when_how_well_and_where(synthetic_run, capsys):
