@@ -17,6 +17,7 @@ from slipstream.common.errors import InternalError, RequestAborted, SamplingBias
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import Wish
 from slipstream.runner.rollout import STOP, Rollout
+from slipstream.runner.rollout_record import SESSION
 from slipstream.runner.session_log import KeptAnswer, KeptTurn, SessionLog
 from slipstream.runner.session_memory import SessionMemory, as_json
 from slipstream.runner.turns import Conversation
@@ -162,6 +163,8 @@ class Turn:
         try:
             for choice, prompt in enumerate(asked["prompts"]):
                 index = samples.take(prompt, request.max_new_tokens)
+                if prompt["begun"]:
+                    telemetry.samples_begun.labels(SESSION, prompt["begun"]).inc()
                 rollout = samples.rollouts[prompt["sample"]]
                 self._choices[index] = choice, prompt["sample"]
                 self._prompts[index] = prompt

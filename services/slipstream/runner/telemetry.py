@@ -62,7 +62,8 @@ environment_spans_lost = Counter(
 )
 samples_begun = Counter(
     "slipstream_runner_samples_begun",
-    "Training samples begun by rollouts that take turns, by environment and why: first, branch, template, history.",
+    "Training samples begun by rollouts that take turns, by environment (`session`: those of outside agents) and why: "
+    "first, branch, template, history.",
     ["environment", "why"],
 )
 sessions_open = Reading("gauge", "slipstream_runner_sessions_open", "Sessions of outside agents that are open here.")

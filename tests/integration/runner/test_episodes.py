@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.compressed_lines import read_compressed
@@ -82,7 +83,14 @@ async def test_a_group_one_of_whose_episodes_finds_its_sandbox_away_is_to_be_run
     assert not report.rollouts
 
 
+def begun(why: str) -> float:
+    """Samples that were begun so far, as whoever scrapes is told."""
+    labels = {"environment": "turns", "why": why}
+    return REGISTRY.get_sample_value("slipstream_runner_samples_begun_total", labels) or 0.0
+
+
 async def test_a_context_begins_another_sample_of_the_same_rollout(start_world: Any) -> None:
+    before = {why: begun(why) for why in ("first", "history")}
     world = await start_world(environments=[turns("compacts")])
     (record,) = (await world.report(await world.give("turns", task_index=3, samples=1))).rollouts
     (further,) = record.further_samples
@@ -91,12 +99,22 @@ async def test_a_context_begins_another_sample_of_the_same_rollout(start_world: 
     assert [(part.start, part.end) for part in further.loss_ranges] == [(6, 8)]
     assert len(record.loss_ranges) == 2
     assert record.reward == 1.0
+    assert {why: begun(why) - count for why, count in before.items()} == {"first": 1, "history": 1}
 
 
-async def test_an_episode_ends_at_its_last_turn_and_at_its_last_token(start_world: Any) -> None:
+async def test_an_episode_ends_at_its_last_turn(start_world: Any) -> None:
     world = await start_world(environments=[turns(max_turns=2)])
     (record,) = (await world.report(await world.give("turns", task_index=3, samples=1))).rollouts
     assert (record.turn_count, round(record.reward, 2)) == (2, 0.67)
+
+
+async def test_an_episode_ends_at_its_last_token(start_world: Any) -> None:
+    world = await start_world(environments=[turns(max_rollout_tokens=4)])
+    (record,) = (await world.report(await world.give("turns", task_index=3, samples=1))).rollouts
+    # Each turn takes two of them, and no more are asked for than are left.
+    assert (record.turn_count, round(record.reward, 2)) == (2, 0.67)
+    decodes = [request for worker in world.workers.values() for request in worker.decodes]
+    assert sorted(request.sampling.max_new_tokens for request in decodes) == [2, 4]
 
 
 async def test_rollouts_that_take_too_long_end_with_their_reason(start_world: Any) -> None:

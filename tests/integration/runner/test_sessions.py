@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2, session_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
@@ -235,10 +236,16 @@ async def test_a_stop_text_ends_an_answer_and_its_tokens_stay(world: Any, stream
 
 
 async def test_history_that_changed_and_several_choices_are_samples_of_one_rollout(world: Any) -> None:
+    def begun(why: str) -> float:
+        labels = {"environment": "session", "why": why}
+        return REGISTRY.get_sample_value("slipstream_runner_samples_begun_total", labels) or 0.0
+
+    before = {why: begun(why) for why in ("first", "history")}
     async with sessions(world) as agent:
         pieces = await agent.pieces(0, user("say 3"), choice_count=2)
         assert sorted((piece.choice_index, piece.text) for piece in pieces) == [(0, "3"), (1, "3")]
         await agent.say(0, user("forget it, say 4"))
+        assert {why: begun(why) - count for why, count in before.items()} == {"first": 1, "history": 2}
         await agent.close(0, 1.0)
         (record,) = (await agent.report()).rollouts
         assert len(record.further_samples) == 2
