@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
+from prometheus_client import REGISTRY
 
 from slipstream.algorithms.staleness import Outcome
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
@@ -85,6 +86,26 @@ async def test_held_out_tasks_are_asked_while_training_goes_on(make_world: Make,
         assert not [name for name in world.trained if not name.startswith("train-")]
         asked = [a for a in world.assignments if a.purpose == runner_pb2.GROUP_PURPOSE_EVALUATION]
         assert {a.position for a in asked} == {-1}
+
+
+async def test_training_waits_for_no_evaluation(make_world: Make, background: Make) -> None:
+    """Nobody answers it, and what is trained and served goes on all the same."""
+    async with make_world(total_steps=6, evaluate_every_steps=2) as world:
+        kept: set[str] = set()
+
+        async def runner() -> None:
+            while True:
+                groups = await world.acquire(count=4)
+                held_out = [g for g in groups if g.purpose == runner_pb2.GROUP_PURPOSE_EVALUATION]
+                kept.update(group.group_id for group in held_out)
+                reports = [world.finished(group) for group in groups if group not in held_out]
+                if reports:
+                    await world.report(*reports)
+
+        async with background(runner(), world.heartbeat_loop(), world.trainer_loop()):
+            run = await world.until(lambda run: run.step == 6 and run.serving.step == 6)
+        assert kept
+        assert not run.accuracies
 
 
 async def test_an_evaluation_takes_its_share_of_the_slots_and_training_the_rest(
@@ -293,10 +314,18 @@ async def test_a_run_whose_rewards_never_differ_ends_and_says_so(make_world: Mak
 
 
 async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_again(make_world: Make) -> None:
+    def shown(name: str, **labels: str) -> float:
+        """What whoever scrapes is told, of both environments together."""
+        both = ({"environment": environment, **labels} for environment in ("words", "numbers"))
+        return sum(REGISTRY.get_sample_value(f"slipstream_orchestrator_{name}", each) or 0.0 for each in both)
+
     async with make_world(total_steps=5, max_off_policy_steps=0, over_sampling=2.0) as world:
+        before = shown("groups_cancelled_total", reason="AGED_OUT")
         world.publish(0)
         groups = await world.acquire(wait_ms=3000)
         assert len(groups) == 8
+        assert shown("oldest_group_seconds") > 0
+        assert shown("groups_dispatched_again_total") == 0
         waiting = asyncio.ensure_future(world.heartbeat(wait_ms=5000))
         await asyncio.sleep(0.1)
         await world.report(*(world.finished(group) for group in groups[:4]))
@@ -307,6 +336,7 @@ async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_agai
         assert {(c.group.group_id, c.reason) for c in answer.cancellations} == {
             (group.group_id, "AGED_OUT") for group in groups[4:]
         }
+        assert shown("groups_cancelled_total", reason="AGED_OUT") - before == 4
         late = await world.report(world.finished(groups[4]))
         assert [attempt.group_id for attempt in late.refused] == [groups[4].group_id]
         # The update waits for the acknowledgements.
@@ -317,6 +347,7 @@ async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_agai
         again = await world.acquire(wait_ms=3000)
         assert [(g.group_id, g.attempt) for g in again[:4]] == [(g.group_id, 2) for g in groups[4:]]
         assert {g.dispatch_version.step for g in again} == {1}
+        assert shown("groups_dispatched_again_total") == 4
 
 
 async def test_a_dead_runners_groups_go_to_another_as_new_attempts(make_world: Make) -> None:

@@ -70,11 +70,13 @@ async def test_what_was_acknowledged_outlives_a_loss_of_power(
         world.publish(0)
         groups = await world.acquire(wait_ms=8000)
         await world.report(*map(world.finished, groups[:2]))
-        await world.train((await world.plan(1)).plan)
+        plan = (await world.plan(1)).plan
+        path = world.orchestrator.journal.path
+        assert b'"kind":"sealed"' in path.read_bytes()[: synced[path.stat().st_ino]], "before the trainer has its plan"
+        await world.train(plan)
         world.publish(1)
         groups += await world.acquire(wait_ms=8000)
         await world.runs.PauseRun(run_pb2.PauseRunRequest(request_id="1", reason="the agents rest"), timeout=10)
-        path = world.orchestrator.journal.path
         on_disk = path.read_bytes()[: synced[path.stat().st_ino]]
     path.write_bytes(on_disk)
     async with make_world(**fields) as world:
