@@ -84,7 +84,10 @@ def _end_all() -> None:
         except ChildProcessError:
             return
         for pid in _children():
-            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            try:
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            except PermissionError:  # it took another user's rights: the others end all the same
+                continue
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
 
 

@@ -107,6 +107,30 @@ def test_all_of_it_ends_with_a_parent_that_is_killed(left: Path, tmp_path: Path)
     until(lambda: not any(map(lives, pids)))
 
 
+REFUSED_ONCE = """
+import os, signal
+from slipstream.common import reaper
+kill, refused = os.kill, []
+
+def refuse(pid, number):
+    if number == signal.SIGKILL and not refused:
+        refused.append(pid)
+        raise PermissionError(1, "Operation not permitted")
+    kill(pid, number)
+
+os.kill = refuse
+reaper.main()
+"""
+
+
+def test_a_process_that_may_not_be_killed_hides_neither_the_others_nor_how_the_program_ended(left: Path) -> None:
+    program = [sys.executable, "-c", LEAVES + "os._exit(7)", str(left)]
+    reaper = [sys.executable, "-c", REFUSED_ONCE, str(os.getpid()), *program]
+    done = subprocess.run(reaper, capture_output=True, text=True, timeout=DEADLINE_S, start_new_session=True)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert not lives(int(left.read_text())), "it was tried again"
+
+
 def test_a_command_that_is_none_says_so(left: Path) -> None:
     process = subprocess.run(guarded(["/no/such/program"]), capture_output=True, text=True, timeout=DEADLINE_S)
     assert (process.returncode, process.stderr) == (127, "/no/such/program: No such file or directory\n")
