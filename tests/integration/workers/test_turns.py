@@ -75,17 +75,24 @@ async def test_short_prompts_and_warm_prefixes_stay_with_their_decode_worker(clu
         return tuple(member.engine.load().prefilled_tokens for member in (prefiller, decoder))
 
     prompt = LONG_PROMPT[:100]
-    assert tokens(await turns.ask(prompt, "cold")) == [cluster.greedy(V1, prompt, 8)] * 2
+    cold = await turns.ask(prompt, "cold")
+    assert tokens(cold) == [cluster.greedy(V1, prompt, 8)] * 2
     assert prefilled() == (99, 0)
     short = await turns.ask(prompt[50:80], "short")
     assert prefilled() == (99, 29)
     assert tokens(short) == [cluster.greedy(V1, prompt[50:80], 8)] * 2
     assert prompt_rows(short).key == "d/short.1.1"
-    longer = [*prompt, *LONG_PROMPT[:28]]
+    rollout = cold.rollouts[0]
+    longer = [*rollout.token_ids, *LONG_PROMPT[:20]]
     await turns.until_warm(longer)
-    warm = await turns.ask(longer, "warm")
-    assert prefilled() == (99, 29 + 27)  # whole blocks are there, that of the last token too: it was computed to sample
-    assert (tokens(warm), warm.rollouts[0].cached_token_count) == ([cluster.greedy(V1, longer, 8)] * 2, 100)
+    await turns.reply(cold, 0, LONG_PROMPT[:20])
+    assert prefilled() == (99, 29 + 23)  # whole blocks are there, what it sampled but for the last token, too
+    assert (rollout.answer, rollout.cached_token_count) == (cluster.greedy(V1, longer, 8), 104)
+    alike = [*prompt, *LONG_PROMPT[:28]]
+    await turns.until_warm(alike)
+    other = await turns.ask(alike, "another rollout")  # of which nobody has routes: once more, where the KV is
+    assert prefilled() == (99, 29 + 23 + 127)
+    assert (tokens(other), other.rollouts[0].cached_token_count) == ([cluster.greedy(V1, alike, 8)] * 2, 0)
     await turns.ask([*longer, *LONG_PROMPT[:64]], "warm but long")
     assert prefilled()[0] > 99
     await turns.ask(longer, "another version", version=PolicyVersion(1, 0))
