@@ -155,7 +155,7 @@ def check_metrics(run) -> None:
 
 def scrape(address: str) -> dict[str, float]:
     """Samples by name, labels summed up."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     sums: Counter[str] = Counter()
     for family in families:

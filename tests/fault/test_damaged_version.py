@@ -32,11 +32,11 @@ def damage(path) -> None:
 async def rest(run: RunProcess) -> None:
     """Pause until all workers have what was published: where it is damaged on its way to all, nobody could go on."""
     async with orchestrator_of(run) as runs:
-        await runs.PauseRun(run_pb2.PauseRunRequest(request_id="rest"), timeout=10)
+        await runs.PauseRun(run_pb2.PauseRunRequest(request_id="rest"), timeout=60)
         quiet_since_s, deadline_s, last = time.monotonic(), time.monotonic() + 60, None
         while time.monotonic() < quiet_since_s + 2:
             assert time.monotonic() < deadline_s, last
-            now = (await runs.GetRun(run_pb2.GetRunRequest(), timeout=10)).run
+            now = (await runs.GetRun(run_pb2.GetRunRequest(), timeout=60)).run
             told = (now.step, now.published, [worker.version for worker in now.workers])
             behind = any(worker.version != now.published for worker in now.workers)
             if told != last or behind or now.running_group_count:
@@ -46,7 +46,7 @@ async def rest(run: RunProcess) -> None:
 
 async def resume(run: RunProcess) -> None:
     async with orchestrator_of(run) as runs:
-        await runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="rest"), timeout=10)
+        await runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="rest"), timeout=60)
 
 
 @contextlib.asynccontextmanager

@@ -38,7 +38,7 @@ class Router:
         self._stub = stub
 
     async def workers(self) -> Workers:
-        answer = await self._stub.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=10)
+        answer = await self._stub.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=60)
         return {worker.ref.replica: worker for worker in answer.workers}
 
     async def until(self, condition: Callable[[Workers], bool], timeout_s: float) -> Workers:

@@ -71,7 +71,7 @@ async def test_a_server_that_came_back_empty_between_two_writes_is_filled_again(
 async def written(url: str, version: PolicyVersion) -> None:
     reader = State(url, "run")
     try:
-        async with asyncio.timeout(8.0):
+        async with asyncio.timeout(60):
             while await reader.version(SERVING) != version or await reader.get("dispatch_versions") is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
     finally:

@@ -149,7 +149,7 @@ class World:
                 wait_ms=wait_ms,
                 address=self.session_address,
             ),
-            timeout=10,
+            timeout=60,
         )
         self.assignments += answer.groups
         return list(answer.groups)
@@ -159,7 +159,7 @@ class World:
             runner_pb2.ReportGroupsRequest(
                 request_id=uuid.uuid4().hex, runner_id="runner-1", runner_epoch=epoch, reports=reports
             ),
-            timeout=10,
+            timeout=60,
         )
 
     async def heartbeat(
@@ -169,13 +169,13 @@ class World:
             runner_pb2.HeartbeatRequest(
                 runner_id="runner-1", runner_epoch=epoch, acknowledged=acknowledged, wait_ms=wait_ms, **fields
             ),
-            timeout=10,
+            timeout=60,
         )
 
     async def run(self) -> run_pb2.Run:
-        return (await self.runs.GetRun(run_pb2.GetRunRequest(), timeout=5)).run
+        return (await self.runs.GetRun(run_pb2.GetRunRequest(), timeout=60)).run
 
-    async def until(self, condition: Callable[[run_pb2.Run], bool], timeout_s: float = 20.0) -> run_pb2.Run:
+    async def until(self, condition: Callable[[run_pb2.Run], bool], timeout_s: float = 60.0) -> run_pb2.Run:
         async with asyncio.timeout(timeout_s):
             while True:
                 run = await self.run()
@@ -240,7 +240,7 @@ class World:
 
     async def plan(self, step: int, wait_ms: int = 2000) -> batch_pb2.GetPlanResponse:
         return await self.batches.GetPlan(
-            batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=wait_ms), timeout=10
+            batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=wait_ms), timeout=60
         )
 
     async def train(self, plan: batch_pb2.Plan) -> batch_pb2.ReportStepResponse:
@@ -250,7 +250,7 @@ class World:
         self.publish(plan.version.step)
         return await self.batches.ReportStep(
             batch_pb2.ReportStepRequest(request_id=uuid.uuid4().hex, version=plan.version, metrics={"loss": 0.5}),
-            timeout=10,
+            timeout=60,
         )
 
     async def trainer_loop(self) -> None:

@@ -20,14 +20,14 @@ Make = Callable[..., Any]
 
 async def ask(world: Any, step: int, incarnation: int, checkpoint: int) -> batch_pb2.GetPlanResponse:
     request = batch_pb2.GetPlanRequest(incarnation=incarnation, step=step, wait_ms=5000, checkpoint_step=checkpoint)
-    return await world.batches.GetPlan(request, timeout=15)
+    return await world.batches.GetPlan(request, timeout=60)
 
 
 async def told(world: Any, step: int, incarnation: int) -> None:
     version = PolicyVersion(incarnation, step)
     world.broadcaster.seal(version)
     request = batch_pb2.ReportStepRequest(request_id=uuid.uuid4().hex, version=version.to_proto())
-    await world.batches.ReportStep(request, timeout=10)
+    await world.batches.ReportStep(request, timeout=60)
 
 
 def taken(world: Any) -> list[tuple[str, int, int]]:

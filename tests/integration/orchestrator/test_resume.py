@@ -30,7 +30,7 @@ async def test_a_restarted_orchestrator_goes_on_with_what_runners_have_once_engi
     fields = {"total_steps": 3, "groups_per_step": 2, "runner_lease_ttl_s": 60.0}
     async with make_world(**fields) as world:
         world.publish(0)
-        groups = await world.acquire(wait_ms=3000)
+        groups = await world.acquire(wait_ms=20_000)
         assert [group.position for group in groups] == [0, 1, 2, 3]
         await world.report(*map(world.finished, groups[:3]))
         await world.train((await world.plan(1)).plan)
@@ -45,7 +45,7 @@ async def test_a_restarted_orchestrator_goes_on_with_what_runners_have_once_engi
         names = {sequence.group_id for batch in plan.micro_batches for sequence in batch.sequences}
         assert names == {groups[2].group_id, groups[3].group_id}
         world.publish(1)
-        fresh = await world.acquire(wait_ms=5000)
+        fresh = await world.acquire(wait_ms=20_000)
         assert [(group.position, group.attempt) for group in fresh][:2] == [(4, 1), (5, 1)]
         assert {group.dispatch_version.step for group in fresh} == {1}
         path = world.orchestrator.journal.path
@@ -68,15 +68,15 @@ async def test_what_was_acknowledged_outlives_a_loss_of_power(
     monkeypatch.setattr(os, "fsync", noting_fsync)
     async with make_world(**fields) as world:
         world.publish(0)
-        groups = await world.acquire(wait_ms=8000)
+        groups = await world.acquire(wait_ms=20_000)
         await world.report(*map(world.finished, groups[:2]))
         plan = (await world.plan(1)).plan
         path = world.orchestrator.journal.path
         assert b'"kind":"sealed"' in path.read_bytes()[: synced[path.stat().st_ino]], "before the trainer has its plan"
         await world.train(plan)
         world.publish(1)
-        groups += await world.acquire(wait_ms=8000)
-        await world.runs.PauseRun(run_pb2.PauseRunRequest(request_id="1", reason="the agents rest"), timeout=10)
+        groups += await world.acquire(wait_ms=20_000)
+        await world.runs.PauseRun(run_pb2.PauseRunRequest(request_id="1", reason="the agents rest"), timeout=60)
         on_disk = path.read_bytes()[: synced[path.stat().st_ino]]
     path.write_bytes(on_disk)
     async with make_world(**fields) as world:
@@ -86,7 +86,7 @@ async def test_what_was_acknowledged_outlives_a_loss_of_power(
         assert known == {(group.position, group.attempt) for group in groups[2:]}
         await world.report(*map(world.finished, groups[2:4]))
         assert (await world.plan(2)).HasField("plan")
-        await world.runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="2"), timeout=10)
+        await world.runs.ResumeRun(run_pb2.ResumeRunRequest(request_id="2"), timeout=60)
         assert (await world.run()).state == run_pb2.RUN_STATE_RUNNING
     assert check_records(read_journal(path).records).processes == 2
 
@@ -118,14 +118,14 @@ async def test_a_call_that_is_cut_off_while_the_journal_is_written_is_answered_t
                 assert cut.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             finally:
                 written.set()
-            return await call(request, timeout=10)
+            return await call(request, timeout=60)
 
         groups = (await cut_off_and_repeated(world.runners.AcquireGroups, acquire)).groups
         known = {(group.position, group.attempt) for group in world.orchestrator.sequencer.machine}
         assert {(group.position, group.attempt) for group in groups} == known
         assert len(known) == 4
         created = (await cut_off_and_repeated(world.rollouts.CreateRollout, create)).rollout
-        listed = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(), timeout=10)
+        listed = await world.rollouts.ListRollouts(rollout_pb2.ListRolloutsRequest(), timeout=60)
         assert [rollout.group_id for rollout in listed.rollouts] == [created.group_id]
 
 
@@ -150,7 +150,7 @@ async def test_a_run_that_failed_by_an_environment_gets_another_try(make_world: 
     async with make_world(**fields) as world:
         assert not (await world.run()).warnings, "nothing is backed off"
         world.publish(0)
-        groups = await world.acquire(wait_ms=8000)
+        groups = await world.acquire(wait_ms=20_000)
         await world.report(*map(world.finished, groups))
         assert (await world.plan(1)).HasField("plan")
 
@@ -162,7 +162,7 @@ async def test_while_engines_are_waited_for_no_environment_fails_any_longer(make
     }
     async with make_world(**fields) as world:
         world.publish(0)
-        groups = await world.acquire(count=2, wait_ms=8000)
+        groups = await world.acquire(count=2, wait_ms=20_000)
         await world.report(*map(world.failed, groups))
         assert "is backed off" in (await world.run()).reason
     async with make_world(failing_environment_timeout_s=0.1, start_timeout_s=1.5, **fields) as world:
@@ -188,10 +188,10 @@ async def test_a_restarted_orchestrator_knows_the_groups_of_third_parties_and_wh
     async with make_world(**fields) as world:
         world.publish(0)
         created = [(await world.rollouts.CreateRollout(request)).rollout.group_id for request in asked]
-        groups = await world.acquire(count=2, wait_ms=5000)
+        groups = await world.acquire(count=2, wait_ms=20_000)
         assert [group.group_id for group in groups] == created[:2]
         await world.report(world.finished(groups[0]))
-        others = await world.acquire(count=2, wait_ms=5000)
+        others = await world.acquire(count=2, wait_ms=20_000)
         (training,) = [group for group in others if group.group_id not in created]
         await world.report(world.failed(training))
         before = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created[0]))).rollout
@@ -216,7 +216,7 @@ async def test_a_restarted_orchestrator_knows_the_groups_of_third_parties_and_wh
             await world.rollouts.CreateRollout(other)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         world.publish(0)
-        taken = await world.acquire(count=2, wait_ms=5000)
+        taken = await world.acquire(count=2, wait_ms=20_000)
         assert [(group.group_id, group.attempt) for group in taken] == [(created[1], 2), (created[2], 2)]
         await world.report(*map(world.finished, taken))
         ended = (await world.rollouts.GetRollout(rollout_pb2.GetRolloutRequest(group_id=created[1]))).rollout

@@ -71,15 +71,15 @@ class Agent:
             request_id=uuid.uuid4().hex, session_id=session_id, reward=reward, **fields
         )
         with rpc_errors():
-            return (await self.world.rollouts.CloseSession(request, timeout=10)).session
+            return (await self.world.rollouts.CloseSession(request, timeout=60)).session
 
     async def get(self, session_id: str) -> rollout_pb2.Session:
         request = rollout_pb2.GetSessionRequest(session_id=session_id)
         with rpc_errors():
-            return (await self.world.rollouts.GetSession(request, timeout=10)).session
+            return (await self.world.rollouts.GetSession(request, timeout=60)).session
 
     async def until(self, session_id: str, state: rollout_pb2.SessionState) -> rollout_pb2.Session:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (session := await self.get(session_id)).state != state:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return session
@@ -87,10 +87,10 @@ class Agent:
     async def assigned(self, *opening: Any) -> tuple[runner_pb2.GroupAssignment, list[rollout_pb2.OpenSessionResponse]]:
         """The group that these openings make, as the runner gets it."""
         waiting = [asyncio.ensure_future(each) for each in opening]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self._arrived < len(waiting):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        (group,) = await self.world.acquire(count=1, wait_ms=10_000)
+        (group,) = await self.world.acquire(count=1, wait_ms=20_000)
         return group, [await each for each in waiting]
 
     @property
@@ -191,9 +191,9 @@ async def test_only_the_key_finds_its_session_and_only_its_hash_is_kept(make_age
             )
             assert (found.session.session_id, found.address) == (answer.session_id, agent.world.session_address)
         with pytest.raises(SessionUnknown), rpc_errors():
-            await agent.world.rollouts.FindSession(rollout_pb2.FindSessionRequest(key_sha256=b"x" * 32), timeout=10)
+            await agent.world.rollouts.FindSession(rollout_pb2.FindSessionRequest(key_sha256=b"x" * 32), timeout=60)
         with pytest.raises(InvalidRequest), rpc_errors():
-            await agent.world.rollouts.FindSession(rollout_pb2.FindSessionRequest(key_sha256=b"x"), timeout=10)
+            await agent.world.rollouts.FindSession(rollout_pb2.FindSessionRequest(key_sha256=b"x"), timeout=60)
         kept = repr(list(agent.world.orchestrator.sequencer.sessions.ledger))
         assert not any(answer.key in kept for answer in opened)
 
@@ -202,7 +202,7 @@ async def test_a_repeat_opens_nothing_and_answers_the_same_key(make_agent: Make)
     async with make_agent() as agent:
         _, (first,) = await agent.assigned(agent.open(request_id="once"))
         assert await agent.open(request_id="once") == first
-        listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
+        listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=60)
         assert [session.session_id for session in listed.sessions] == [first.session_id]
 
 
@@ -213,14 +213,14 @@ async def test_sessions_are_listed_in_pages_and_by_label(make_agent: Make) -> No
         token, seen = "", []
         while True:
             request = rollout_pb2.ListSessionsRequest(page_size=2, page_token=token)
-            page = await agent.world.rollouts.ListSessions(request, timeout=10)
+            page = await agent.world.rollouts.ListSessions(request, timeout=60)
             seen += [session.labels["odd"] for session in page.sessions]
             token = page.next_page_token
             if not token:
                 break
         assert seen == ["0", "1", "0"]
         filtered = rollout_pb2.ListSessionsRequest(filter=rollout_pb2.LabelFilter(labels={"odd": "1"}))
-        assert len((await agent.world.rollouts.ListSessions(filtered, timeout=10)).sessions) == 1
+        assert len((await agent.world.rollouts.ListSessions(filtered, timeout=60)).sessions) == 1
 
 
 async def test_without_a_slot_in_time_the_caller_is_told_and_nothing_waits_on(make_agent: Make) -> None:
@@ -246,7 +246,7 @@ async def test_a_session_too_old_ends_so_and_its_position_gets_an_ordinary_attem
         assert given_up == [("session", 1, 1)], "one session, whatever a group of the run's own has"
         cancelled = (await agent.world.heartbeat()).cancellations
         assert [c.group.group_id for c in cancelled] == [group.group_id]
-        again = await agent.world.acquire(count=1, wait_ms=10_000)
+        again = await agent.world.acquire(count=1, wait_ms=20_000)
         assert (again[0].position, again[0].attempt, again[0].HasField("session_group")) == (0, 2, False)
 
 
@@ -256,7 +256,7 @@ async def test_the_session_of_a_lost_runner_ends_and_says_so(make_agent: Make) -
         told = ""
         for _ in range(2):  # a process of the runner that has taken up nothing
             beat = runner_pb2.HeartbeatRequest(runner_id="runner-1", runner_epoch="2", reported_to_epoch=told)
-            told = (await agent.world.runners.Heartbeat(beat, timeout=10)).orchestrator_epoch
+            told = (await agent.world.runners.Heartbeat(beat, timeout=60)).orchestrator_epoch
         assert (await agent.get(opened.session_id)).reason == "RUNNER_LOST"
 
 
@@ -302,10 +302,10 @@ async def test_who_waits_longest_of_those_that_may_go_goes_first_of_whichever_ki
 
         async def create() -> str:
             request = rollout_pb2.CreateRolloutRequest(request_id=uuid.uuid4().hex, prompt="hello", sample_count=1)
-            return (await world.rollouts.CreateRollout(request, timeout=10)).rollout.group_id
+            return (await world.rollouts.CreateRollout(request, timeout=60)).rollout.group_id
 
         async def wait_for(count: int) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while world.orchestrator.sequencer.line.counts["session"] < count:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
@@ -318,14 +318,14 @@ async def test_who_waits_longest_of_those_that_may_go_goes_first_of_whichever_ki
         third = await create()
         assert world.orchestrator.sequencer.line.counts == {"session": 2, "external": 3}
         # The one slot is the first session's; the other, which may not go, holds up nobody behind it.
-        groups = await world.acquire(count=8, wait_ms=10_000)
+        groups = await world.acquire(count=8, wait_ms=20_000)
         assert [each.group_id for each in groups] == [first, "train-0", second, third]
         opened = await openings[0]
         assert opened.session_id.startswith(groups[1].session_group.name)
         await agent.close(opened.session_id, 1.0, advantage=1.0)
         await world.report(agent.report(groups[1]))
         await world.train((await world.plan(1)).plan)
-        (group,) = await world.acquire(count=8, wait_ms=10_000)
+        (group,) = await world.acquire(count=8, wait_ms=20_000)
         assert (await openings[1]).session_id.startswith(group.session_group.name)
 
 
@@ -348,7 +348,7 @@ async def test_sessions_end_with_the_run(make_agent: Make) -> None:
     async with make_agent() as agent:
         _, (opened,) = await agent.assigned(agent.open())
         waiting = asyncio.ensure_future(agent.open())
-        await agent.world.runs.StopRun(run_pb2.StopRunRequest(request_id="stop", reason="enough"), timeout=10)
+        await agent.world.runs.StopRun(run_pb2.StopRunRequest(request_id="stop", reason="enough"), timeout=60)
         assert (await agent.get(opened.session_id)).reason == "RUN_STOPPED"
         with pytest.raises(RunEnded):
             await waiting
@@ -369,14 +369,14 @@ async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them
         await agent.until(trained.session_id, TRAINED)
         await agent.close(one.session_id, 1.0)
         lost, (gone,) = await agent.assigned(agent.open())
-        before = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
+        before = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=60)
     async with make_agent(published=1, **fields) as agent:
         again = await agent.open(request_id="once", group_key="t", group_size=3, sampling=sampling)
         first_answer = next(answer for answer in opened if answer.session_id == again.session_id)
         assert (again.key, again.address) == (first_answer.key, first_answer.address), "told by an earlier process"
         with pytest.raises(RequestIdReused):
             await agent.open(request_id="once", group_key="t")
-        listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=10)
+        listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=60)
         assert listed == before
         found = await agent.world.rollouts.FindSession(
             rollout_pb2.FindSessionRequest(key_sha256=hashlib.sha256(other.key.encode()).digest()), timeout=10
@@ -389,7 +389,7 @@ async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them
             beat = runner_pb2.HeartbeatRequest(
                 runner_id="runner-1", runner_epoch="1", running=running, reported_to_epoch=told
             )
-            told = (await agent.world.runners.Heartbeat(beat, timeout=10)).orchestrator_epoch
+            told = (await agent.world.runners.Heartbeat(beat, timeout=60)).orchestrator_epoch
         assert (await agent.get(gone.session_id)).reason == "RUNNER_LOST"
         joined = await agent.open(group_key="t", group_size=3)
         assert joined.session_id == f"{first.session_group.name}-2", "a place of the group was left"

@@ -81,7 +81,7 @@ def test_metrics_are_served_over_http_until_they_are_ended():
         port = free.getsockname()[1]
     end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port)))
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             families = {family.name for family in text_string_to_metric_families(answer.read().decode())}
         assert {"slipstream_rpcs", "slipstream_rpc_latency_seconds", "process_open_fds"} <= families
     finally:
