@@ -35,6 +35,7 @@ from slipstream.runner.attempt import attempt_name
 from slipstream.runner.config import SessionLimits
 from slipstream.runner.envclient import EnvironmentWorker, ScoredSample
 from slipstream.runner.records import Finished, Recorder
+from slipstream.runner.rollout import Rollout
 from slipstream.runner.rollout_record import records_of
 from slipstream.runner.session_limits import limit_reached
 from slipstream.runner.session_log import Gap, KeptEnd, KeptTurn, SessionLog
@@ -103,7 +104,7 @@ class SessionGroup:
         self.deadline_s = self.began_s + assignment.deadline_ms / 1000
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._cancelled = self._left = False
+        self._cancelled = self.left = False
         names = [f"{assignment.session_group.name}-{index}" for index in range(assignment.sample_count)]
         self.members = [
             Member(name, Samples(name, index, assignment, self._conversation), now) for index, name in enumerate(names)
@@ -150,7 +151,8 @@ class SessionGroup:
                     case Gap():
                         self._give_up(member, "TURNS_LOST")
         except BaseException:
-            self._conversation.release_routes()
+            if not self.left:
+                self._conversation.release_routes()
             raise
         self._log.done_reading()
         for member in self.members:
@@ -172,7 +174,7 @@ class SessionGroup:
 
     def leave(self) -> None:
         """This process ends, and the next one goes on: turns that run are asked again there."""
-        self._left = True
+        self.left = True
         for member in self.members:
             for turn in list(member.turns):
                 turn.end(Draining("the session's runner is being started again"))
@@ -194,7 +196,7 @@ class SessionGroup:
             finished = True
             return group
         finally:
-            for member in () if self._left else self.members:
+            for member in () if self.left else self.members:
                 member.ended = member.ended or ("" if finished else "GROUP_ENDED")
                 if not finished or member.reward is None:
                     self._conversation.release_routes_of(list(member.samples.rollouts.values()))
@@ -204,7 +206,7 @@ class SessionGroup:
         """Start a turn."""
         if member.over or member.closing:
             raise _ended(member)
-        if self._left:
+        if self.left:
             raise Draining("the session's runner is being started again")
         if self._cancelled:
             raise SessionEnded("the session ends with its group", session_reason="GROUP_ENDED")
@@ -320,6 +322,8 @@ class SessionRunner:
         self._write_rollouts = write_rollouts
         self._teacher = teacher
         self._open: dict[str, tuple[SessionGroup, Member]] = {}
+        self._groups: set[SessionGroup] = set()
+        """Those that run, with those whose sessions are not open yet, or no longer."""
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
         telemetry.sessions_open.read_from(lambda: sum(not member.over for _, member in self._open.values()))
@@ -338,16 +342,29 @@ class SessionRunner:
         """
         self._wanted.set()
         group = SessionGroup(assignment, self._texts, self._turns, self._spool, self._limits, unfinished)
+        self._groups.add(group)
         try:
-            if unfinished is not None:
+            finished = await self._finished(group, taken_up=unfinished is not None)
+            return await self._report_of(group, finished)
+        finally:
+            self._groups.discard(group)
+
+    async def _finished(self, group: SessionGroup, *, taken_up: bool) -> list[Finished]:
+        """Have a group's sessions open until all are over."""
+        try:
+            if taken_up:
                 await group.take_up()
             self._open |= {member.session_id: (group, member) for member in group.members}
             self._news.set()
             self._news.clear()
-            finished = await group.run()
+            return await group.run()
         finally:
             for member in group.members:
                 self._open.pop(member.session_id, None)
+
+    async def _report_of(self, group: SessionGroup, finished: list[Finished]) -> runner_pb2.GroupReport:
+        """What became of a group; rows of a finished one are in the spool when this returns."""
+        assignment = group.assignment
         report = runner_pb2.GroupReport(
             group=runner_pb2.GroupAttempt(group_id=assignment.group_id, attempt=assignment.attempt)
         )
@@ -378,7 +395,7 @@ class SessionRunner:
         try:
             await self._spool.keep(attempt_name(assignment), report, rows)
         except asyncio.CancelledError:
-            self._turns.release_routes(sample for each in finished for sample in each.samples)
+            self._release(group, [sample for each in finished for sample in each.samples])
             raise
         return report
 
@@ -390,13 +407,22 @@ class SessionRunner:
         samples = [sample for each in finished for sample in each.samples]
         try:
             await self._teacher.judge(samples, group.assignment.sampling.temperature, until_s=group.deadline_s)
-        except BaseException:
+        except SlipstreamError:
             self._turns.release_routes(samples)
             raise
+        except BaseException:
+            self._release(group, samples)
+            raise
+
+    def _release(self, group: SessionGroup, samples: list[Rollout]) -> None:
+        """Nobody will ask for the routes of a group that was given up; the next process goes on with one that is left,
+        and has it judged."""
+        if not group.left:
+            self._turns.release_routes(samples)
 
     def leave(self) -> None:
         """Let the next process of this runner go on with all of them."""
-        for group in {id(group): group for group, _ in self._open.values()}.values():
+        for group in self._groups:
             group.leave()
 
     async def find(self, session_id: str) -> tuple[SessionGroup, Member]:

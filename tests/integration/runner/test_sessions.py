@@ -16,11 +16,12 @@ import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY
 
+from slipstream.api.inference.v1 import teacher_pb2, teacher_pb2_grpc
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2, session_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.config import ListenConfig, ServiceConfig
+from slipstream.common.config import ListenConfig, ServiceConfig, WorkerEndpoint
 from slipstream.common.errors import (
     Draining,
     InvalidRequest,
@@ -473,6 +474,50 @@ async def test_a_runner_that_is_told_to_stop_leaves_its_sessions_to_the_next(wor
         (record,) = (await agent.report()).rollouts
         assert record.turn_count == 2
         assert not record.further_samples
+
+
+class WaitingTeacher(teacher_pb2_grpc.TeacherServiceServicer):
+    """Finds every token as likely as the next, once it may say so."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.asked: list[str] = []
+
+    async def ScoreTokens(self, request: teacher_pb2.ScoreTokensRequest, context: Any) -> Any:
+        self.asked += [CODEC.decode_all(list(sequence.token_ids)) for sequence in request.sequences]
+        await self.gate.wait()
+        counts = [sum(part.end - part.start for part in sequence.ranges) for sequence in request.sequences]
+        return teacher_pb2.ScoreTokensResponse(
+            sequences=[teacher_pb2.TokenLogprobs(logprobs=[-1.0] * count) for count in counts]
+        )
+
+
+async def test_sessions_that_wait_for_their_teacher_are_judged_with_their_routes_by_the_next(world: Any) -> None:
+    teacher = WaitingTeacher()
+    port = await world._serve([(teacher_pb2_grpc.add_TeacherServiceServicer_to_server, teacher, "")])
+    await restarted(world, teacher_workers=[WorkerEndpoint(replica="teacher-1", address=f"127.0.0.1:{port}")])
+    try:
+        async with sessions(world) as agent:
+            assert await until_taken_up(agent, 0, user("say 77")) == "77"
+            await agent.close(0, 1.0)
+            await world.until(lambda: any("say 77" in text for text in teacher.asked))
+            engines(world, open=False)
+            before = sum(len(worker.decodes) for worker in world.workers.values())
+            await world.give()  # which the runner waits for while it drains, and gives rows back meanwhile
+            await world.until(lambda: sum(len(worker.decodes) for worker in world.workers.values()) > before)
+            world.ask_to_stop()
+            await asyncio.wait([world.process], timeout=60)
+            assert world.process.done()
+            engines(world)
+            teacher.gate.set()
+            await restarted(world)
+            (record,) = (await agent.report()).rollouts
+        assert record.HasField("teacher_logprobs")
+        given_back = {key for worker in world.workers.values() for key in worker.released_rows}
+        assert {ref.key for ref in record.routes}
+        assert not {ref.key for ref in record.routes} & given_back
+    finally:
+        await restarted(world, teacher_workers=[])
 
 
 async def test_a_session_whose_kept_turns_cannot_be_read_ends_and_says_so(world: Any) -> None:
