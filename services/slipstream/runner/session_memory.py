@@ -121,6 +121,7 @@ class SessionMemory:
         turns = [each for each in kept if isinstance(each, KeptTurn)]
         if len(turns) != self._turn_count():
             raise EnvironmentFailed("the session's turns are not all on disk", environment="session")
+        await self.call(epoch, "close")  # whoever told it last may have been given up halfway
         for turn in turns:
             await self.take_up(epoch, turn)
         telemetry.turns_told_again.inc(len(turns))
