@@ -30,7 +30,10 @@ from slipstream.environments.renderer import CheckText, Rendered, Told
 from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec
 from slipstream.environments.tool_calls import MAX_SHOWN_CHARACTERS, Parsed
 
-REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+REFUSED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError),
+    ValueError,
+)
 """What the library raises for messages that its family has no form for."""
 OWN = ("auto", "default")
 """Names of the library's that are no family: what they do is done by `type = "template"`."""

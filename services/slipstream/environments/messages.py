@@ -139,7 +139,7 @@ def _call(given: Any, index: int) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{where}.function.arguments: no JSON") from None
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}.function.arguments: not an object")

@@ -168,6 +168,16 @@ def test_calls_that_are_none_are_told_to_the_model_and_stay_in_its_text():
     assert renderer.parse(text, tools=[], **asked).message.tool_calls == ()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_whose_arguments_are_nested_without_end_is_a_message_all_the_same(family):
+    renderer = renderer_of(family)
+    said = renderer.codec.encode(CALLS[family].replace("12", "[" * 20_000))
+    asked = {"stopped": True, "prompt": "", "prompt_token_ids": [], "call_id": "c"}
+    message = renderer.read(said, tools=[LOOK], **asked).message
+    assert message.role == "assistant"
+    assert all(isinstance(call.arguments.get("at"), str) for call in message.tool_calls)
+
+
 def test_text_is_shown_at_the_end_of_an_answer_and_a_text_may_stop_it():
     renderer = renderer_of("qwen3")
     draft = renderer.draft("", tools=False, stops=["cab"])

@@ -205,7 +205,12 @@ def test_thoughts_that_the_prompt_opened_are_thoughts():
             {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]},
             "tool_calls.0.function.a",
         ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}]},
+            "tool_calls.0.function.arguments: no JSON",
+        ),
     ],
+    ids=range(5),
 )
 def test_what_is_no_message_is_refused_by_its_field(message: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words.replace(".", r"\.")):
