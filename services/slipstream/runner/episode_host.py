@@ -199,6 +199,8 @@ class EpisodeHost:
             with tracing.span("environment_step", environment=opened.environment.name, turn=opened.turn_count):
                 answered = await self._within(limits, "a step", opened.episode.step(parsed.message), opened.tools)
             if isinstance(answered, Context | Turn):
+                if isinstance(answered, Turn):  # they are for the role that called
+                    opened.seats.go_on(said)
                 opened.seats.go_on(answered)
                 said = []
             elif not answered:

@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.auth import Access
 from slipstream.common.errors import EnvironmentFailed
 from slipstream.common.sandbox_client import SandboxClient
-from slipstream.environments.base import Limits, Score, Split, Task
+from slipstream.environments.base import Limits, Score, Split, Task, Turn
 from slipstream.environments.chat import Chat, plain_template
 from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
@@ -104,6 +104,38 @@ async def test_a_step_ends_before_its_episode_is_closed():
         await asyncio.wait([step])
     assert environment.events == ["a step begins", "the step ends", "closed"]
     assert step.cancelled()
+
+
+class Passing(Waiting):
+    """Episodes of two roles that take turns, whatever is said."""
+
+    roles = ("white", "black")
+
+    async def setup(self, task: Task, tools: Tools) -> WaitingEpisode:
+        return PassingEpisode(self.events)
+
+
+class PassingEpisode(WaitingEpisode):
+    tools = (ToolSpec("look"),)
+    role = "white"
+
+    async def step(self, message: Message) -> Turn:
+        self._events.append(f"{len(message.tool_calls)} calls")
+        return Turn("black" if len(self._events) % 2 else "white", [Message("user", "go on")])
+
+
+async def test_who_made_a_malformed_call_is_told_of_it_though_the_next_turn_is_anothers():
+    environment = Passing()
+    host = EpisodeHost(None, 60.0)
+    (number,) = await begun(host, environment)
+    said = '<tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>look!</tool_call>'
+    turn = {"token_ids": [*CODEC.encode(said), CODEC.end_id], "stopped": True}
+    first = (await host.turn({"episode": number, **turn}))["prompt"]
+    second = (await host.turn({"episode": number, **TURN}))["prompt"]
+    assert environment.events == ["1 calls", "0 calls"]
+    assert (first["role"], CODEC.decode_all(first["token_ids"])) == ("black", "go on\n")
+    assert second["role"] == "white"
+    assert CODEC.decode_all(second["token_ids"]) == "\nerror: this tool call is no JSON: look!\ngo on\n"
 
 
 async def test_an_end_closes_the_episode_once():
