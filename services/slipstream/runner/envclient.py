@@ -53,6 +53,8 @@ STEADY_S = 30.0
 MEMORY_WATCH_S = 0.5
 LAST_REPLIES_S = 0.2
 """How long replies of a process that has ended are read, in seconds."""
+_UNINTELLIGIBLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading a line raises that is no reply."""
 
 
 @dataclass(frozen=True)
@@ -433,8 +435,8 @@ class EnvironmentWorker:
             raise
         except ConnectionError:
             log.info("environment_worker_connection_broke")
-        except ValueError as error:  # a line that is too long, or none of ours: environment code wrote it
-            log.warning("environment_worker_unintelligible", detail=str(error))
+        except _UNINTELLIGIBLE as error:  # a line that is too long, or none of ours: environment code wrote it
+            log.warning("environment_worker_unintelligible", detail=f"{type(error).__name__}: {error}")
         finally:
             self._up.clear()
             closing.cancel()

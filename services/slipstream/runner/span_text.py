@@ -14,6 +14,10 @@ MAX_NAME_CHARACTERS = 128
 MAX_VALUE_CHARACTERS = 512
 MAX_ATTRIBUTES = 16
 MAX_LINKS = 8
+MAX_DEPTH = 2
+"""Of lists within one another, in a value."""
+MAX_TIME_S = 2**63 / 1e9
+"""Collectors are told nanoseconds."""
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 _SPAN_ID = re.compile("[0-9a-f]{16}")
 _RESERVED = frozenset({"kind", "start_s", "end_s", "name", "trace", "span", "parent", "links"})
@@ -33,8 +37,8 @@ def span_of(row: Any, process: tuple[str, str]) -> Span:
         name, trace_id, span_id, parent_id, start_s, end_s, attributes, links = row
         context, parent = _context(trace_id, span_id), _context(trace_id, parent_id)
         start_s, end_s = float(start_s), float(end_s)
-        if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s <= end_s):
-            raise ValueError("a span ends no earlier than it begins")
+        if not 0 <= start_s <= end_s < MAX_TIME_S:  # nor what is no number
+            raise ValueError("a span ends no earlier than it begins, and before the year 2262")
         known = [_context(*link) for link in links[:MAX_LINKS]]
         tamed = tame(attributes)
     except (TypeError, AttributeError, KeyError, OverflowError) as error:
@@ -60,7 +64,7 @@ def tame(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return tamed
 
 
-def _plain(value: Any) -> bool | int | float | str:
+def _plain(value: Any, depth: int = MAX_DEPTH) -> bool | int | float | str:
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -69,8 +73,9 @@ def _plain(value: Any) -> bool | int | float | str:
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, str):
         return text(value, MAX_VALUE_CHARACTERS)
-    if isinstance(value, list | tuple):
-        return text(", ".join(str(_plain(each)) for each in value[:MAX_ATTRIBUTES]), MAX_VALUE_CHARACTERS)  # pyright: ignore
+    if isinstance(value, list | tuple) and depth:
+        shown = (str(_plain(each, depth - 1)) for each in value[:MAX_ATTRIBUTES])  # pyright: ignore
+        return text(", ".join(shown), MAX_VALUE_CHARACTERS)
     return type(value).__name__  # what its str() does is environment code's
 
 

@@ -82,6 +82,9 @@ class Counting:
             case "talks to the runner":
                 os.write(int(sys.argv[1]), b"no reply\n")
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
+            case "talks JSON to the runner":
+                os.write(int(sys.argv[1]), b'"spans"\n')
+                time.sleep(3600)  # noqa: ASYNC251 blocking is the point
             case "answers nonsense":
                 return [Score(float("nan"), False) for _ in completions]
             case "answers hugely":

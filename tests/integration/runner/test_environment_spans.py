@@ -216,10 +216,13 @@ async def test_groups_that_are_not_among_the_traced_share_send_no_spans(start_tr
 
 def test_a_line_of_spans_is_what_any_json_reader_takes(tmp_path: Path) -> None:
     context = tracing.TraceContext("a" * 32, "b" * 16)
-    span = tracing.Span("x" * 500, context, "c" * 16, 1.0, 2.0, [context], {"kind": float("inf"), "deep": [1, [2.5]]})
+    deeper: list[Any] = []
+    deeper.append(deeper)
+    attributes = {"kind": float("inf"), "deep": [1, [2.5]], "endless": deeper}
+    span = tracing.Span("x" * 500, context, "c" * 16, 1.0, 2.0, [context], attributes)
     row = json.loads(json.dumps(row_of(span), allow_nan=False))
     again = span_of(row, ("environment", "runner-1-told"))
-    assert (len(again.name), again.attributes) == (128, {"kind_": "inf", "deep": "1, 2.5"})
+    assert (len(again.name), again.attributes) == (128, {"kind_": "inf", "deep": "1, 2.5", "endless": "list"})
     assert (again.context, again.parent_id, again.links) == (context, "c" * 16, [context])
 
 
@@ -232,6 +235,7 @@ def test_a_line_of_spans_is_what_any_json_reader_takes(tmp_path: Path) -> None:
         ["name", "A" * 32, "b" * 16, "c" * 16, 1.0, 2.0, {}, []],
         ["name", "a" * 32, "b" * 16, "c" * 16, 2.0, 1.0, {}, []],
         ["name", "a" * 32, "b" * 16, "c" * 16, 1.0, float("nan"), {}, []],
+        ["name", "a" * 32, "b" * 16, "c" * 16, 1.0, 1e18, {}, []],
         ["name", "a" * 32, "b" * 16, "c" * 16, 1.0, 2.0, [], []],
         ["name", "a" * 32, "b" * 16, "c" * 16, 1.0, 2.0, {}, [["a"]]],
         ["name", 1, 2, 3, 1.0, 2.0, {}, []],

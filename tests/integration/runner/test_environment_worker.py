@@ -29,6 +29,7 @@ from slipstream.environments.config import ImportedConfig
         ("hangs", "environment code held its process for 2 s without awaiting anything: "),
         ("never answers", "environment code did not answer within 4 s"),
         ("talks to the runner", "the environment worker died"),
+        ("talks JSON to the runner", "the environment worker died"),
     ],
 )
 async def test_a_group_whose_environment_fails_is_reported_and_the_next_one_runs(
