@@ -160,6 +160,8 @@ class FakeWorker(
         """Of a streamed answer; 0 sends it whole. Each but the first waits for `gate`."""
         self.gate_from = 0
         """The first so many requests pass it."""
+        self.gate_words = ""
+        """Requests whose prompts do not have these pass it."""
         self.early: list[int] = []
         """Samples of a request that pass it, in this order."""
         self.abort_s = 0.0
@@ -192,7 +194,8 @@ class FakeWorker(
             return
         for index in self.early:
             yield decode_pb2.DecodeResponse(chunks=[self._chunk(request, index)])
-        if len(self.decodes) > self.gate_from:
+        gated = self.gate_words in CODEC.decode_all(list(request.prompt.new_token_ids))
+        if gated and len(self.decodes) > self.gate_from:
             await self.gate.wait()
         response = decode_pb2.DecodeResponse(chunks=[self._chunk(request, i) for i in range(len(request.sample_ids))])
         if not request.HasField("kv"):

@@ -97,12 +97,15 @@ async def said(world: Any, record: runner_pb2.RolloutRecord) -> str:
     return CODEC.decode_all(array("i", data).tolist())
 
 
-@pytest.mark.parametrize(("ended", "again"), [(1, 2 + 2), (3, 2)])
-async def test_rollouts_go_on_at_the_turn_in_which_their_runner_died(start_world: Any, ended: int, again: int) -> None:
-    """`ended`: requests for turns, the first one for both rollouts. `again`: those of the process that came after."""
+@pytest.mark.parametrize(("asked", "ended", "again"), [("now 2", 1, 2 + 2), ("now 1", 3, 2)])
+async def test_rollouts_go_on_at_the_turn_in_which_their_runner_died(
+    start_world: Any, asked: str, ended: int, again: int
+) -> None:
+    """`asked`: in the turn that both rollouts are in then. `ended`: requests for turns before, the first one for both.
+    `again`: those of the process that came after."""
     world = await start_world(environments=[turns()])
     decode = world.workers["decode-1"]
-    decode.gate_from = ended
+    decode.gate_words = asked
     decode.gate.clear()
     group_id = await world.give("turns", task_index=3, samples=2)
     await world.until(lambda: len(decode.decodes) == ended + 2)

@@ -101,14 +101,15 @@ async def test_a_game_that_names_roles_wrongly_fails_with_the_reason(
     assert detail in report.detail
 
 
-@pytest.mark.parametrize(("ended", "again"), [(1, 2 + 2 + 2), (5, 2)])
+@pytest.mark.parametrize(("asked", "ended", "again"), [("say 3", 1, 2 + 2 + 2), ("say 1", 5, 2)])
 async def test_games_go_on_at_the_turn_of_the_role_in_which_their_runner_died(
-    start_world: Any, ended: int, again: int
+    start_world: Any, asked: str, ended: int, again: int
 ) -> None:
-    """`ended`: requests for turns, the first one for both games. `again`: those of the process that came after."""
+    """`asked`: in the turn that both games are in then. `ended`: requests for turns before, the first one for both.
+    `again`: those of the process that came after."""
     world = await start_world(environments=[duel()])
     decode = world.workers["decode-1"]
-    decode.gate_from = ended
+    decode.gate_words = asked
     decode.gate.clear()
     group_id = await world.give("duel", task_index=4, samples=2)
     await world.until(lambda: len(decode.decodes) == ended + 2)
