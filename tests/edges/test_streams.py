@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import zlib
 from typing import Any
 
@@ -12,7 +13,8 @@ from callers import Answer, Caller, fault
 from run_process import living_paths
 from stack import REPLICAS, rpc, until
 from tame import FAR
-from wire import length_delimited
+from test_generated import LEAST
+from wire import flipped, length_delimited
 
 pytestmark = pytest.mark.timeout(120, func_only=False)
 
@@ -80,6 +82,43 @@ async def test_a_broken_shard_is_refused_with_its_reason_and_leaves_nothing(stac
         good = await broadcaster.call(PUBLISH, header(), data())
         assert good.code == "OK"
         assert uploads(stack) == []
+
+
+def random_shard(rng: random.Random) -> list[bytes]:
+    """Some messages of a shard in any order and number, whole, cut off, with bits turned over, or none at all."""
+    messages: list[bytes] = []
+    for _ in range(rng.randint(1, 4)):
+        message = rng.choice((header(), data(), data(rng.randrange(64))))
+        match rng.randrange(4):
+            case 0:
+                message = flipped(message, rng)[1]
+            case 1:
+                message = message[: rng.randrange(len(message) + 1)]
+            case 2:
+                message = rng.randbytes(rng.randrange(64))
+            case _:
+                pass
+        messages.append(message)
+    return messages
+
+
+async def test_random_shards_get_a_documented_status_and_leave_nothing(stack):
+    rng = stack.rng("shards")
+    todo = iter([random_shard(rng) for _ in range(LEAST)])
+    async with stack.caller("broadcaster") as broadcaster:
+        await opened(broadcaster)
+
+        async def work() -> None:
+            for messages in todo:
+                answer = await broadcaster.call(PUBLISH, *messages)
+                assert not fault(PUBLISH, answer), f"{messages}: {fault(PUBLISH, answer)}"
+
+        await asyncio.gather(*(work() for _ in range(16)))
+
+    async def clean() -> bool:
+        return uploads(stack) == []
+
+    assert await until(clean, 30), uploads(stack)
 
 
 async def test_overlapping_slices_do_not_become_a_version(stack):
