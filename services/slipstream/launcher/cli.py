@@ -107,7 +107,8 @@ def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
         from slipstream.launcher.resume import find_resumable
 
         resumed = find_resumable(arguments)
-        arguments = ["@", str(resumed.run.config_file)]
+        here = resumed.run.path.absolute().parent  # its configuration says where it began, which may be no place now
+        arguments = ["@", str(resumed.run.config_file), f"--run.directory={here}"]
     config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
     if config is None:
         return 0

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.launcher import rl
 from slipstream.launcher.cli import main
+from slipstream.launcher.config import RunConfig
 from slipstream.launcher.errors import RunDirError
-from slipstream.launcher.resume import earlier_s, find_resumable, told
+from slipstream.launcher.resume import Resumable, earlier_s, find_resumable, told
 from slipstream.launcher.rundir import RunDir, RunLock
 from slipstream.orchestrator.journal import Journal
 
@@ -83,6 +85,21 @@ def test_a_run_that_goes_on_says_from_where_and_counts_the_time_before(made) -> 
     lines = [f'{{"kind": "{kind}", "time_s": {time_s}}}\n' for kind, time_s in events]
     run.events_file.write_text("".join(lines))
     assert earlier_s(run) == 7.0
+
+
+def test_a_moved_run_is_judged_by_where_it_is(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made(CHECKPOINTS + "[run]\ndirectory = '/proc/gone'\n[[environments]]\ntype = 'spell_backward'\n")
+    begun: list[tuple[Path, RunDir]] = []
+
+    def begin(config: RunConfig, *, stay_up: bool, resumed: Resumable) -> int:
+        begun.append((config.run.directory, resumed.run))
+        return 0
+
+    monkeypatch.setattr(rl, "run_rl", begin)
+    with pytest.raises(SystemExit) as ended:
+        main(["rl", "--resume", str(run.path)])
+    assert ended.value.code == 0
+    assert begun == [(tmp_path / "runs", run)]
 
 
 def test_a_journal_that_knows_less_than_the_newest_checkpoint_is_not_gone_on_with(made, capsys) -> None:
