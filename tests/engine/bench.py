@@ -146,7 +146,7 @@ class Bench:
 
     async def idle(self) -> None:
         """Return when no block is held and nothing waits; fail if that does not come."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 load = self.engine.load()
                 if not (load.blocks_used or load.running_samples or load.waiting_requests or load.kv_transfers):

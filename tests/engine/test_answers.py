@@ -23,6 +23,10 @@ from slipstream.engine.vllm.answers import Answers, waiting  # noqa: E402
 
 TIMEOUT_S = 0.3
 """What a transfer may take."""
+LEASE_S = 100.0
+"""Until when it may be written, where that is not what a body is about."""
+BUSY_S = 30.0
+"""What a busy machine may add: far from what a wait that is not given up would take."""
 
 
 class Pull:
@@ -31,19 +35,19 @@ class Pull:
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self._context = context
 
-    async def ask(self, address: str, lease_s: float = 10.0) -> bytes:
-        waiting.set((time.monotonic() + lease_s, TIMEOUT_S))
+    async def ask(self, address: str, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> bytes:
+        waiting.set((time.monotonic() + lease_s, timeout_s))
         with Answers(self._context, address, zmq.DEALER, bind=False, linger=0) as socket:
             await socket.send(b"pull")
             while (answer := await socket.recv()) == b"to be continued":
                 continue
             return answer
 
-    async def lost(self, address: str, lease_s: float = 10.0) -> float:
+    async def lost(self, address: str, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> float:
         """Seconds until it was given up."""
         started_s = time.monotonic()
         with pytest.raises(ConnectionError):
-            await self.ask(address, lease_s)
+            await self.ask(address, lease_s, timeout_s)
         return time.monotonic() - started_s
 
 
@@ -79,7 +83,7 @@ async def test_an_answer_in_several_parts_comes(pull, peer):
 async def test_nobody_at_the_address_is_noticed_at_once(pull, peer):
     address = address_of(peer)
     peer.unbind(address)
-    assert await pull.lost(address) < TIMEOUT_S
+    assert await pull.lost(address, timeout_s=LEASE_S) < BUSY_S
 
 
 async def test_a_peer_that_stands_still_before_it_heard_of_the_pull_never_does(pull):
@@ -92,7 +96,7 @@ async def test_a_peer_that_stands_still_before_it_heard_of_the_pull_never_does(p
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        assert TIMEOUT_S - 0.1 < await pull.lost(f"tcp://{host}:{port}") < 4 * TIMEOUT_S
+        assert TIMEOUT_S - 0.1 < await pull.lost(f"tcp://{host}:{port}") < BUSY_S
     assert heard
     assert b"pull" not in heard
 
@@ -103,13 +107,13 @@ async def test_what_a_peer_had_begun_to_write_has_its_time_after_its_death(pull,
     died_s = time.monotonic()
     peer.close()
     await asked
-    assert TIMEOUT_S - 0.1 < time.monotonic() - died_s < 4 * TIMEOUT_S
+    assert TIMEOUT_S - 0.1 < time.monotonic() - died_s < BUSY_S
 
 
 async def test_a_peer_that_says_nothing_is_waited_for_as_long_as_it_may_write(pull, peer):
     asked = asyncio.create_task(pull.lost(address_of(peer), lease_s=0.8))
     await peer.recv_multipart()
-    assert 0.7 < await asked < 1.5
+    assert 0.7 < await asked < BUSY_S
 
 
 @pytest.mark.timeout(180)  # it imports much of vLLM

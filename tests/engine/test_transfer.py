@@ -147,7 +147,7 @@ async def test_death_of_the_prefill_engine_before_during_and_after_a_transfer(be
         frozen, during, before, stale = [await peer.prefill(prompt) for prompt in prompts[1:]]
         peer.freeze()
         took_s = await fails(bench, prompts[1], frozen)
-        assert TRANSFER_TIMEOUT_S - 1 < took_s < TRANSFER_TIMEOUT_S + 5
+        assert TRANSFER_TIMEOUT_S - 1 < took_s < TRANSFER_TIMEOUT_S + 25  # its lease has a minute
         failing = asyncio.create_task(fails(bench, prompts[2], during))
         await asyncio.sleep(TRANSFER_TIMEOUT_S / 4)
         assert not failing.done()

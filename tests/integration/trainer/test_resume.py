@@ -129,7 +129,7 @@ async def test_save_checkpoint_writes_one_while_the_trainer_waits_and_a_repeat_w
             assert newest is not None
             assert newest.version == PolicyVersion(1, 1)
             status.stop.set()
-            await asyncio.wait_for(training, 10)
+            await asyncio.wait_for(training, 30)
 
 
 async def test_a_checkpoint_that_others_wait_for_is_written_before_its_time(tmp_path, torch_thread):

@@ -446,7 +446,7 @@ async def test_stop_ends_the_loop_while_it_waits_for_a_plan(tmp_path, torch_thre
             training = group.create_task(loop.train())
             await world.orchestrator.waiting.wait()
             await stub.Stop(trainer_pb2.StopRequest(request_id="stop"))
-            await asyncio.wait_for(training, 5)
+            await asyncio.wait_for(training, 30)
         answer = await stub.GetStatus(trainer_pb2.GetStatusRequest())
         assert (answer.activity, answer.version.incarnation, answer.version.step) == ("ended", 1, 0)
         with pytest.raises(grpc.aio.AioRpcError) as refused:

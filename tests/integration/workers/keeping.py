@@ -57,7 +57,7 @@ class Keeping:
     def serving(self) -> PolicyVersion:
         return self.keeper.serving
 
-    async def until_serving(self, version: PolicyVersion, timeout_s: float = 20.0) -> None:
+    async def until_serving(self, version: PolicyVersion, timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
             while self.serving < version:  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.005)

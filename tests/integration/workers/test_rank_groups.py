@@ -38,7 +38,7 @@ async def states(ranks) -> list[tuple[PolicyVersion, int]]:
 
 
 async def until(ranks, expected: list[tuple[PolicyVersion, int]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await states(ranks) != expected:  # noqa: ASYNC110 observed from outside
             await asyncio.sleep(0.02)
 
@@ -72,7 +72,7 @@ class Interrupted:
         core.probe = wait_and_probe
 
     async def wait(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not self.reached.is_set():  # noqa: ASYNC110 set by another thread
                 await asyncio.sleep(0.01)
 
@@ -103,7 +103,7 @@ async def test_an_update_of_the_leader_reaches_all_ranks_with_their_requests_in_
         asyncio.create_task(empty_cluster.samples(rank, empty_cluster.decode_request(rank, None, sampling=long)))
         for rank in ranks
     ]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not all(rank.worker.engine.load().running_samples for rank in ranks):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     await empty_cluster.publish(V2)
@@ -187,7 +187,7 @@ async def test_a_rank_that_is_late_is_a_veto(empty_cluster, refusal):
     held = Interrupted(ranks[1])
     call = asyncio.create_task(refusal(ranks[0].control.ApplyUpdate(apply())))
     await held.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while ranks[0].worker.updates._open is not None:  # noqa: ASYNC110 observed from outside
             await asyncio.sleep(0.02)
     assert not call.done()

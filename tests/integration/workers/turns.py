@@ -65,13 +65,13 @@ class Turns:
         watch = WorkerWatch(self._peers.router)
         stack.push_async_callback(self._end, asyncio.create_task(watch.follow()))
         self._client = TurnClient(self._peers, watch, BLOCK_TOKENS, prefill_timeout_s=30.0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await channel.channel_ready()
             while not await self._placeable():  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.02)
 
     async def ask(
-        self, prompt: Sequence[int], group_id: str = "g", deadline_s: float = 15.0, **fields: Any
+        self, prompt: Sequence[int], group_id: str = "g", deadline_s: float = 30.0, **fields: Any
     ) -> Conversation:
         """The first turn of a group; what is given beside is as in `begin`."""
         conversation = self.begin(prompt, group_id, **fields)
@@ -104,14 +104,14 @@ class Turns:
     async def reply(self, conversation: Conversation, index: int, token_ids: Sequence[int]) -> None:
         """The next turn of one rollout."""
         try:
-            await conversation.reply(index, token_ids, time.monotonic() + 15.0)
+            await conversation.reply(index, token_ids, time.monotonic() + 30.0)
         finally:
             await self._peers.give_back()
 
     async def sample(self, conversation: Conversation, index: int) -> None:
         """A turn of a rollout that was added."""
         try:
-            await conversation.sample([index], time.monotonic() + 15.0)
+            await conversation.sample([index], time.monotonic() + 30.0)
         finally:
             await self._peers.give_back()
 
@@ -131,7 +131,7 @@ class Turns:
 
     async def until_warm(self, prompt: Sequence[int], version: PolicyVersion = V1) -> None:
         """Wait until the router has heard that a decode worker holds enough of a prompt to need no prefill worker."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await self._place(prompt, version)).HasField("prefill"):  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.02)
 
@@ -139,7 +139,7 @@ class Turns:
         """Wait until no living worker holds a block, and the router no placement."""
         for member in self.cluster.members:
             await member.freed()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while any(worker.placement_count for worker in (await self.workers()).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 

@@ -115,6 +115,6 @@ async def test_a_service_that_the_kernel_killed_is_named_so(tmp_path, kills, say
     (process,) = supervisor._running.values()
     process.signal(signal.SIGKILL)
     with pytest.raises(ServiceDiedError) as caught:
-        await asyncio.wait_for(supervisor.watch(), 5)
+        await asyncio.wait_for(supervisor.watch(), 30)
     assert says in str(caught.value)
     await supervisor.stop()

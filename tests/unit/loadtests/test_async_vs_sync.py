@@ -53,7 +53,7 @@ async def test_groups_wait_for_their_tools_at_once_and_held_out_tasks_do_not_wai
         return time.monotonic() - started_s
 
     await took_s(environment.task("held_out", 0))  # loads the scorer
-    assert await took_s(environment.task("held_out", 0)) < 0.2
+    assert min([await took_s(environment.task("held_out", 0)) for _ in range(5)]) < 0.2  # a wait is the same each time
     trained_s = await took_s(*(environment.task("train", index) for index in indexes))
     assert max(waits) <= trained_s < sum(waits) / 2
 

@@ -218,7 +218,7 @@ async def test_groups_wait_for_room_on_a_full_disk_and_none_is_lost(small_disk, 
     await until(lambda: spool.waiting_count == 3)
     assert not [task for task in keeping if task.done()]
     disk.free()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await asyncio.gather(*keeping)
     assert spool.waiting_count == 0
     assert [held(spool, f"t/{n}.0") for n in ("a", "b", "c")] == [bytes(16384)] * 3

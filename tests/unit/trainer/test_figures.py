@@ -120,12 +120,13 @@ def test_utilisation_is_only_there_where_the_peak_is_known():
 
 
 def test_the_clock_tells_phases_apart_and_starts_again_when_read():
-    clock = PhaseClock(torch.device("cpu"))
+    clock, began_s = PhaseClock(torch.device("cpu")), time.perf_counter()
     for name, duration_s in (("forward", 0.02), ("backward", 0.05), ("forward", 0.02)):
         with clock.phase(name):
             time.sleep(duration_s)
-    figures = clock.read()
+    figures, whole_s = clock.read(), time.perf_counter() - began_s
     assert set(figures) == {"forward_s", "backward_s"}
-    assert 0.04 <= figures["forward_s"] < 0.5
-    assert 0.05 <= figures["backward_s"] < 0.5
+    assert figures["forward_s"] >= 0.04
+    assert figures["backward_s"] >= 0.05
+    assert sum(figures.values()) <= whole_s
     assert clock.read() == {}

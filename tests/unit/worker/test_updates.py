@@ -168,7 +168,7 @@ async def bench() -> Bench:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 plain state, no event
             await asyncio.sleep(0.001)
 
