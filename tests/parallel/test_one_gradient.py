@@ -115,9 +115,17 @@ def test_what_is_computed_again_takes_the_same_routes(pool, references, checkpoi
     check(pool, references("moe"), "moe", layout, tmp_path / "grads", checkpointing=checkpointing)
 
 
-def test_compiled_blocks_learn_the_same(pool, references, tmp_path):
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("context", [{"context": 1}, {"context": 2, "context_kind": "ring"}], ids=str)
+def test_what_a_dense_model_computes_again_is_the_same(pool, references, checkpointing, context, tmp_path):
+    layout = {"data": 2} | context
+    check(pool, references("dense"), "dense", layout, tmp_path / "grads", checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_compiled_blocks_learn_the_same(pool, references, kind, tmp_path):
     how = {"compile": True, "compile_backend": "aot_eager"}  # the other backend takes a C++ compiler, and minutes
-    check(pool, references("moe"), "moe", {"data": 1, "context": 1}, tmp_path / "grads", **how)
+    check(pool, references(kind), kind, {"data": 1, "context": 1}, tmp_path / "grads", **how)
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.algorithms.packing import pack
+from slipstream.trainer.parallel.slices import padded_count
 
 LENGTHS = st.lists(st.integers(1, 90), max_size=60)
 
@@ -36,10 +37,21 @@ def test_no_two_micro_batches_could_share_one_without_breaking_the_order(lengths
     assert len(batches) <= 2 * -(-sum(lengths) // max_tokens)
 
 
+DEMO_LENGTHS = [12 + (7 * index * index + index) % 17 for index in range(256)]
+"""As the demo's: 256 sequences of 12 to 28 tokens, in micro-batches of 2,048."""
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("rank_count", [1, 2, 4])
+def test_packed_rows_are_hardly_padded(rank_count, context):
+    plan = pack(DEMO_LENGTHS, 2048, rank_count)
+    inputs = [sum(DEMO_LENGTHS[index] - 1 for index in batch) for rank in plan for batch in rank]
+    assert 1 - sum(inputs) / sum(padded_count(count, context) for count in inputs) <= 0.03
+
+
 @pytest.mark.parametrize("rank_count", [1, 2, 3, 4, 8])
 def test_ranks_share_a_step_evenly(rank_count):
-    # Lengths as the demo's: 256 sequences of 12 to 28 tokens, in micro-batches of 2,048.
-    lengths = [12 + (7 * index * index + index) % 17 for index in range(256)]
+    lengths = DEMO_LENGTHS
     plan = pack(lengths, 2048, rank_count)
     tokens = [[sum(lengths[index] for index in batch) for batch in rank] for rank in plan]
     slowest = sum(max(rank[position] for rank in tokens) for position in range(len(tokens[0])))

@@ -188,7 +188,7 @@ class SampleChunk:
     """Set on the last chunk of a sample."""
 
     cached_token_count: int = 0
-    """Prompt positions neither sent nor computed here but found in this engine's prefix cache."""
+    """Prompt positions that were not computed here: found in this engine's prefix cache, or sent by another."""
 
 
 @dataclass(frozen=True)

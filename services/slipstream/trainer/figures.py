@@ -34,6 +34,8 @@ class TokenFigures:
     replayed_R: NDArray[np.bool_]
     lengths: list[int]
     """Of the sequences' inputs."""
+    row_tokens: int
+    """Of the packed row, padding included."""
     unknown_count: int
     """Inputs without a recorded route."""
 
@@ -77,7 +79,12 @@ class StepFigures:
         names = [each.name for each in fields(TokenFigures)]
         count = sum(name.endswith(f".{names[0]}") for name in arrays.files)
         tokens = [TokenFigures(**{name: arrays[f"{number}.{name}"] for name in names}) for number in range(count)]
-        tokens = [replace(each, lengths=list(each.lengths), unknown_count=int(each.unknown_count)) for each in tokens]
+        tokens = [
+            replace(
+                each, lengths=list(each.lengths), unknown_count=int(each.unknown_count), row_tokens=int(each.row_tokens)
+            )
+            for each in tokens
+        ]
         sums = dict(zip(arrays["names"].tolist(), arrays["sums"].tolist(), strict=True))
         return cls(tokens, sums, arrays["counts"])
 
@@ -91,7 +98,8 @@ class StepFigures:
         """The figures of the step by name. `trained`: version number of the weights."""
         return {
             **self.sums,
-            "padding_fraction": _padding_fraction(part.lengths for part in self.tokens),
+            "padding_fraction": _padding_fraction(self.tokens),
+            "attention_padding_fraction": _attention_padding_fraction(part.lengths for part in self.tokens),
             **expert_load(self.expert_counts_LE),
             **_token_metrics(self.tokens, trained),
         }
@@ -111,8 +119,15 @@ def expert_load(counts_LE: NDArray[np.int64]) -> dict[str, float]:
     return {"expert_load_max": float(violation_L.max()), "expert_load_mean": float(violation_L.mean())}
 
 
-def _padding_fraction(lengths: Iterable[list[int]]) -> float:
-    """Part of attention's padded slots that hold no token, by the lengths of each micro-batch's sequences."""
+def _padding_fraction(tokens: Iterable[TokenFigures]) -> float:
+    """Part of the packed rows that is padding: every layer computes it."""
+    counts = [(sum(part.lengths), part.row_tokens) for part in tokens]
+    rows = sum(count for _, count in counts)
+    return 1.0 - sum(count for count, _ in counts) / rows if rows else 0.0
+
+
+def _attention_padding_fraction(lengths: Iterable[list[int]]) -> float:
+    """Part of the slots without a token where attention spreads documents into a batch (`models/documents.py`)."""
     batches = [batch for batch in lengths if batch]
     slots = sum(len(batch) * max(batch) for batch in batches)
     return 1.0 - sum(map(sum, batches)) / slots if slots else 0.0

@@ -226,6 +226,7 @@ class Learner:
             oldest_R=_joined([sequence.kv_oldest for sequence in batch], np.int64),
             replayed_R=_joined([sequence.replayed_R for sequence in batch], np.bool_),
             lengths=lengths,
+            row_tokens=sum(part.lengths),
             unknown_count=sum(int((~sequence.known_N).sum()) for sequence in batch),
         )
         self.figures.add(

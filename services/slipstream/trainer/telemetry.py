@@ -47,7 +47,10 @@ _GAUGES = {
         "slipstream_trainer_teacher_kl_nats", "KL to the teacher, mean difference of log-probabilities."
     ),
     "logps_unknown": Gauge("slipstream_trainer_logps_unknown", "Tokens of the last step without a log-probability."),
-    "padding_fraction": Gauge("slipstream_trainer_padding_fraction", "Part of attention's slots that hold no token."),
+    "padding_fraction": Gauge("slipstream_trainer_padding_fraction", "Part of the packed rows that is padding."),
+    "attention_padding_fraction": Gauge(
+        "slipstream_trainer_attention_padding_fraction", "Part of attention's slots that hold no token."
+    ),
     "routes_unknown_fraction": Gauge(
         "slipstream_trainer_routes_unknown_fraction", "Part of the positions whose routes could not be replayed."
     ),

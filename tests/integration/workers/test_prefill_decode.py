@@ -31,6 +31,7 @@ async def test_greedy_through_both_services_equals_the_plain_loop(cluster):
         logprobs = cluster.logprobs(V1, prompt + expected)
         for sample in await cluster.samples(decoder, request):
             assert list(sample.token_ids) == expected
+            assert sample.cached_token_count == len(prompt) - 1  # what was sent counts as cached
             for position, (token, logprob) in enumerate(zip(expected, sample.logprobs, strict=True), len(prompt) - 1):
                 assert abs(float(logprobs[position, token]) - logprob) < 1e-4
             assert sample.finish_reason == types_pb2.FINISH_REASON_LENGTH

@@ -110,6 +110,31 @@ def test_replay_takes_recorded_experts_where_known_and_routes_live_elsewhere():
     assert torch.equal(other.routes.captured()[5:, 0], live[5:, 0])  # later layers see other inputs
 
 
+def test_the_gates_gradient_under_replay_is_that_of_its_scores_of_the_recorded_experts():
+    built = model()
+    moe: Any = built.layers["0"].moe
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(4))
+    scores = torch.softmax(nn.functional.linear(x[0], moe.router.gate.weight), -1)
+    ids = scores.topk(2, largest=False).indices  # none of which it would choose
+    built.routes.begin(replay_TLK=ids.to(torch.uint8).unsqueeze(1).expand(9, 2, 2))
+    out = moe(x)
+    taken = scores.gather(1, ids)
+    weights = taken / taken.sum(1, keepdim=True)
+    experts = moe.routed_experts.inner_experts
+
+    def of(expert: int, row: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.silu(experts.w1_EFD[expert] @ row) * (experts.w3_EFD[expert] @ row)
+        return experts.w2_EDF[expert] @ hidden
+
+    rows = [sum(weights[t, k] * of(int(ids[t, k]), x[0, t]) for k in range(2)) for t in range(9)]
+    expected = torch.stack([torch.as_tensor(row) for row in rows])
+    assert torch.allclose(out[0], expected, atol=1e-5)
+    (found,) = torch.autograd.grad(out.square().sum(), moe.router.gate.weight)
+    (written,) = torch.autograd.grad(expected.square().sum(), moe.router.gate.weight)
+    assert written.abs().max() > 0
+    assert (found - written).abs().max() <= 1e-5 * written.abs().max()
+
+
 def test_the_gate_learns_under_replay_and_the_balance_loss_is_one_when_even():
     built = model()
     tokens = torch.arange(8).unsqueeze(0)

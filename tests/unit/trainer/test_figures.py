@@ -31,6 +31,7 @@ def tokens(seed: int, count: int) -> TokenFigures:
         oldest_R=sampled - rng.integers(0, 2, count),
         replayed_R=rng.random(count) < 0.9,
         lengths=[count + 3, count],
+        row_tokens=2 * count + 4,
         unknown_count=seed,
     )
 
@@ -57,8 +58,18 @@ def test_figures_of_ranks_add_up_to_those_of_one_process():
     assert report["ratio_p999"] == pytest.approx(np.quantile(ratios, 0.999), rel=1e-6)
 
 
+def test_padding_is_told_of_the_packed_rows_and_of_attentions_slots():
+    figures = StepFigures()
+    for count in (2, 7):
+        figures.add(tokens(count, count), {}, np.zeros((0, 0), np.int64))
+    report = figures.report(TRAINED)
+    assert report["padding_fraction"] == pytest.approx(2 / (8 + 18))
+    assert report["attention_padding_fraction"] == pytest.approx(6 / (2 * 5 + 2 * 10))
+
+
 def test_a_step_that_trained_nothing_has_figures_too():
-    assert StepFigures().report(TRAINED) == {"padding_fraction": 0.0, "loss_tokens": 0.0}
+    none = {"padding_fraction": 0.0, "attention_padding_fraction": 0.0, "loss_tokens": 0.0}
+    assert StepFigures().report(TRAINED) == none
 
 
 def test_expert_load_is_the_violation_of_the_busiest_expert():

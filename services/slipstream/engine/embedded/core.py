@@ -201,6 +201,7 @@ class EngineCore:
             self.waiting.popleft()
             if isinstance(job.owner, ActiveDecode) and isinstance(job.owner.request.kv, KvPayload):
                 self._import(job, job.owner.request.kv)
+                job.owner.cached_tokens = job.end
             if job.left:
                 jobs.append(job)
                 tokens += job.left
