@@ -326,13 +326,13 @@ async def test_what_grew_too_old_is_cancelled_before_the_update_and_started_agai
         assert len(groups) == 8
         assert shown("oldest_group_seconds") > 0
         assert shown("groups_dispatched_again_total") == 0
-        waiting = asyncio.ensure_future(world.heartbeat(wait_ms=5000))
+        waiting = asyncio.ensure_future(world.heartbeat(wait_ms=10_000))
         await asyncio.sleep(0.1)
         await world.report(*(world.finished(group) for group in groups[:4]))
         await asyncio.sleep(0.1)
         assert not waiting.done()  # no step is sealed before the trainer asks for it
         plan = (await world.plan(1)).plan
-        answer = await asyncio.wait_for(waiting, 1.0)
+        answer = await asyncio.wait_for(waiting, 9.0)  # before its time is over
         assert {(c.group.group_id, c.reason) for c in answer.cancellations} == {
             (group.group_id, "AGED_OUT") for group in groups[4:]
         }
