@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.api.sandbox.v1 import sandbox_pb2
 from slipstream.common.config import ConfigError
-from slipstream.environments.base import Episode
+from slipstream.environments.base import Episode, Score
 from slipstream.environments.config_own import TerminalConfig
 from slipstream.environments.messages import Message, ToolCall
 from slipstream.environments.terminal import Terminal
@@ -34,6 +34,12 @@ async def begun(running: Any, terminal: Terminal, index: int = 0) -> Episode:
     return await terminal.setup(terminal.task("train", index), Tools(running.client))
 
 
+async def judged(episode: Episode) -> Score:
+    score = await episode.score()
+    assert isinstance(score, Score)
+    return score
+
+
 async def typed(episode: Episode, *commands: str) -> list[str]:
     """What the model is shown of commands, each a call of one message."""
     asked = tuple(ToolCall("shell", {"command": command}, f"c{n}") for n, command in enumerate(commands))
@@ -53,7 +59,7 @@ async def test_the_working_directory_outlives_commands_and_is_judged(start_execu
         assert await typed(episode, "cp a.txt b.txt; false") == ["[exit code 1]"]
         assert (await typed(episode, "cat b.txt nothing"))[0].startswith("one\ncat: nothing: No such file")
         assert await episode.step(Message("assistant", "I am done.")) == []
-        score = await episode.score()
+        score = await judged(episode)
         assert (score.reward, score.correct, score.detail) == (1.0, True, "2 of 2 checks")
         await episode.close()
         await running.idle()
@@ -65,7 +71,7 @@ async def test_what_is_not_done_earns_nothing_or_a_part(start_executor, tmp_path
             terminal = environment(tmp_path, {**TASK, "checks": ["cmp a.txt b.txt", "test -e a.txt"]})
             terminal._config = terminal._config.model_copy(update={"partial_credit": partial})
             episode = await begun(running, terminal)
-            assert ((await episode.score()).reward, (await episode.score()).correct) == (reward, False)
+            assert ((await judged(episode)).reward, (await judged(episode)).correct) == (reward, False)
             await episode.close()
 
 
@@ -77,7 +83,7 @@ async def test_rollouts_do_not_see_each_other_and_the_checks_are_not_there(start
         assert await typed(other, "ls") == ["a.txt\ndeep\n[exit code 0]"]
         (found,) = await typed(one, "grep -rs cmp /files /tmp . ; ls /files")
         assert found == "work.tar\n[exit code 0]"
-        assert [(await episode.score()).reward for episode in (one, other)] == [1.0, 0.0]
+        assert [(await judged(episode)).reward for episode in (one, other)] == [1.0, 0.0]
         await one.close()
         await other.close()
 
@@ -116,7 +122,7 @@ async def test_tampering_does_not_score(start_executor, tmp_path):
         for attack in attacks:
             episode = await begun(running, environment(tmp_path, task, partial_credit=True))
             await typed(episode, attack)
-            assert (await episode.score()).reward == 0.0, attack
+            assert (await judged(episode)).reward == 0.0, attack
             await episode.close()
 
 
@@ -135,7 +141,7 @@ async def test_a_sandbox_that_is_gone_is_made_anew_with_its_files(start_executor
         gone = await episode._session._sandbox()
         await running.stub.DeleteSandbox(sandbox_pb2.DeleteSandboxRequest(sandbox_id=gone))
         assert await typed(episode, "cat b.txt") == ["one\n[exit code 0]"]
-        assert (await episode.score()).reward == 1.0
+        assert (await judged(episode)).reward == 1.0
         assert await episode._session.read_files(["work.tar"]) == [episode._session._files["work.tar"]]
         await episode.close()
 
@@ -151,9 +157,9 @@ async def test_every_built_in_task_is_done_by_its_solution_and_not_by_nothing(st
             number = terminal.task("train", index).payload["number"]
             if number not in done:
                 episode = await begun(running, terminal, index)
-                assert not (await episode.score()).correct, problems[number].question
+                assert not (await judged(episode)).correct, problems[number].question
                 await typed(episode, problems[number].solution)
-                assert (await episode.score()).correct, problems[number].question
+                assert (await judged(episode)).correct, problems[number].question
                 await episode.close()
                 done.add(number)
             index += 1

@@ -198,7 +198,7 @@ def test_paths_and_unset_values_survive_a_dump(write):
 @pytest.mark.parametrize(("given", "used"), [({}, "ERROR"), ({"GRPC_VERBOSITY": "DEBUG"}, "DEBUG")])
 def test_grpc_is_told_to_be_quiet_before_it_is_imported_unless_asked_to_speak(given, used):
     code = """
-import os, sys, slipstream.launcher.__main__
+import os, sys, slipstream.launcher.cli
 imported = list(sys.modules)  # in the order of their imports
 assert imported.index("slipstream.common.config") < imported.index("grpc")
 print(os.environ["GRPC_VERBOSITY"])
