@@ -7,7 +7,7 @@ import os
 import uuid
 from array import array
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -423,19 +423,32 @@ async def test_sessions_survive_a_restart_of_their_runner_token_by_token(world: 
         assert len(names) == len(set(names)), "requests of both processes have names of their own"
 
 
+def of_texts(process: psutil.Process) -> bool:
+    """Whether it has the conversations, or guards the one that has."""
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return False
+    at = command.index("slipstream.runner.envworker") if "slipstream.runner.envworker" in command else -3
+    return command[at + 2 : at + 3] == [""]
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def end_texts() -> None:
     """Kill the process that has the conversations, as memory that ran out would."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        command = process.cmdline()
-        if "slipstream.runner.envworker" in command:
-            at = command.index("slipstream.runner.envworker")
-            found += [process] if command[at + 2] == "" else []
+    found = [process for process in psutil.Process().children(recursive=True) if of_texts(process)]
     assert found
     for process in found:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it ended with the one before
+            process.kill()
     async with asyncio.timeout(30):
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found):  # noqa: ASYNC110
+        while any(map(lives, found)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
