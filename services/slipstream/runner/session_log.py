@@ -111,9 +111,8 @@ class SessionLog:
 
     async def read_again(self, index: int) -> list[KeptTurn | KeptEnd | Gap]:
         """What was kept of a member so far, by this process and earlier ones."""
-        records = await self._spool.session_records(self._name)
-        of_member = [(meta, data) for meta, data in records if meta["index"] == index]
-        return list(SessionLog(self._spool, self._name).read(of_member))
+        records = await self._spool.session_records(self._name, index)
+        return list(SessionLog(self._spool, self._name).read(records))
 
     def read(self, records: Iterable[tuple[dict[str, Any], bytes | None]]) -> Iterator[KeptTurn | KeptEnd | Gap]:
         """What these say, in the order in which it happened."""

@@ -183,13 +183,16 @@ class Spool:
         self.size_bytes += _blocks(after) - _blocks(before)
         self._turns[name] = (path, after)
 
-    async def session_records(self, name: str) -> list[tuple[dict[str, Any], bytes | None]]:
-        """What is remembered of the sessions of an attempt that is under way; None is what can no longer be read."""
+    async def session_records(self, name: str, index: int) -> list[tuple[dict[str, Any], bytes | None]]:
+        """What is remembered of a session of an attempt that is under way; None is what can no longer be read.
+
+        `index`: its own among the attempt's. Those of others may be far larger, and are left on disk.
+        """
         held = self._turns.get(name)
         if held is None:
             return []
         try:
-            return await asyncio.to_thread(read_session_records, held[0])
+            return await asyncio.to_thread(read_session_records, held[0], index)
         except OSError as error:
             log.warning("spool_file_unreadable", path=str(held[0]), detail=str(error))
             return []

@@ -40,12 +40,12 @@ class Unfinished:
         return max(0.0, time.monotonic() - self.begun_s)
 
 
-def read_session_records(path: Path) -> list[tuple[dict[str, Any], bytes | None]]:
-    """What `SessionLog` has written into a file of turns so far. Raises `OSError`."""
-    found = spool_file.scan(path)
+def read_session_records(path: Path, index: int) -> list[tuple[dict[str, Any], bytes | None]]:
+    """What `SessionLog` has written of a member into a file of turns so far. Raises `OSError`."""
+    records = [each for each in spool_file.scan(path).records if each.meta["kind"] in SESSION_KINDS]
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return [(r.meta, spool_file.read(descriptor, r)) for r in found.records if r.meta["kind"] in SESSION_KINDS]
+        return [(each.meta, spool_file.read(descriptor, each)) for each in records if each.meta["index"] == index]
     finally:
         os.close(descriptor)
 

@@ -11,7 +11,7 @@ from slipstream.environments.chat import Chat, plain_template
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.rollout import STOP
-from slipstream.runner.session_log import KeptAnswer, SessionLog
+from slipstream.runner.session_log import KeptAnswer, KeptTurn, SessionLog
 from slipstream.runner.session_memory import SessionMemory, as_json
 from slipstream.runner.session_texts import SessionTexts
 from slipstream.runner.spool import Spool
@@ -85,4 +85,18 @@ async def test_a_conversation_that_was_told_halfway_is_told_from_its_beginning(t
     assert await memory.ready() == 1
     told, expected = texts.texts._transcripts["s"], earlier._transcripts["s"]
     assert (told.text_bytes, told.messages(0)) == (expected.text_bytes, expected.messages(0))
+    spool.close()
+
+
+async def test_of_a_groups_file_the_turns_of_the_session_alone_are_read(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 1 << 20)
+    spool.begin("group", runner_pb2.GroupAssignment(group_id="group"))
+    kept = SessionLog(spool, "group")
+    converse(SessionTexts(), kept)
+    kept.keep_turn(1, session_pb2.RunTurnRequest(prompt="other"), [])
+    kept.keep_end(0, "IDLE_TIMEOUT")
+    assert [len(await spool.session_records("group", index)) for index in (0, 1, 2)] == [TURNS + 1, 1, 0]
+    (other,) = await kept.read_again(1)
+    assert isinstance(other, KeptTurn)
+    assert other.request.prompt == "other"
     spool.close()
