@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2
-from slipstream.common.errors import EnvironmentFailed, SessionEnded, SlipstreamError, Unreachable
+from slipstream.common.errors import EnvironmentFailed, EnvironmentTimeout, SessionEnded, SlipstreamError, Unreachable
 from slipstream.runner import telemetry
 from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.rollout import STOP
@@ -81,13 +81,17 @@ class SessionMemory:
             return epoch
 
     async def call(self, epoch: int, call: str, **fields: Any) -> dict[str, Any]:
-        """One call to the process of an epoch; see `session_texts.py`. Raises `Unreachable` where that is gone."""
+        """One call to the process of an epoch; see `session_texts.py`.
+
+        Raises `Unreachable` where that is gone, but `EnvironmentTimeout` where it is by this very call: who repeated it
+        would end the next one, and what all sessions have there.
+        """
         if not self._texts.serves(epoch):
             raise Unreachable(GONE)
         try:
             return await self._texts.session(self._session_id, call, **fields)
         except EnvironmentFailed as error:
-            if self._texts.serves(epoch):
+            if self._texts.serves(epoch) or isinstance(error, EnvironmentTimeout):
                 raise
             raise Unreachable(GONE) from error
 

@@ -6,7 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slipstream.api.rollout.v1 import runner_pb2, session_pb2
+from slipstream.common.errors import EnvironmentFailed, EnvironmentReplaced, EnvironmentTimeout, Unreachable
 from slipstream.environments.chat import Chat, plain_template
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 from slipstream.runner.envclient import EnvironmentWorker
@@ -99,4 +102,36 @@ async def test_of_a_groups_file_the_turns_of_the_session_alone_are_read(tmp_path
     (other,) = await kept.read_again(1)
     assert isinstance(other, KeptTurn)
     assert other.request.prompt == "other"
+    spool.close()
+
+
+class TextsThatEnd(EnvironmentWorker):
+    """The process of texts, which ends with an error in each call."""
+
+    def __init__(self, error: EnvironmentFailed) -> None:
+        super().__init__([], 60.0, [])
+        self._error = error
+        self._up.set()
+
+    async def session(self, session_id: str, call: str, **fields: Any) -> dict[str, Any]:
+        self._up.clear()
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (EnvironmentTimeout("environment code held its process"), EnvironmentTimeout),
+        (EnvironmentReplaced("other code blocked the environment's process"), Unreachable),
+        (EnvironmentFailed("the environment worker died"), Unreachable),
+    ],
+    ids=lambda each: each.__name__ if isinstance(each, type) else each.message,
+)
+async def test_who_ended_the_process_is_not_told_to_repeat_that(
+    tmp_path: Path, error: EnvironmentFailed, told: type[Exception]
+) -> None:
+    spool = Spool(tmp_path, 1 << 20)
+    memory = SessionMemory("s", 0, TextsThatEnd(error), SessionLog(spool, "group"), lambda: [], lambda: 0, lambda: None)
+    with pytest.raises(told):
+        await memory.call(await memory.ready(), "ask")
     spool.close()
