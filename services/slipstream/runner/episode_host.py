@@ -199,8 +199,7 @@ class EpisodeHost:
             with tracing.span("environment_step", environment=opened.environment.name, turn=opened.turn_count):
                 answered = await self._within(limits, "a step", opened.episode.step(parsed.message), opened.tools)
             if isinstance(answered, Context | Turn):
-                if isinstance(answered, Turn):  # they are for the role that called
-                    opened.seats.go_on(said)
+                opened.seats.go_on(said)  # for the role that called; a `Context` of its own has no place for them
                 opened.seats.go_on(answered)
                 said = []
             elif not answered:

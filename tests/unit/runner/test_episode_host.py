@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.auth import Access
 from slipstream.common.errors import EnvironmentFailed
 from slipstream.common.sandbox_client import SandboxClient
-from slipstream.environments.base import Limits, Score, Split, Task, Turn
+from slipstream.environments.base import Context, Limits, Score, Split, Task, Turn
 from slipstream.environments.chat import Chat, plain_template
 from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
@@ -111,21 +111,34 @@ class Passing(Waiting):
 
     roles = ("white", "black")
 
+    def __init__(self, anew: bool) -> None:
+        """`anew`: the other role's conversation begins each time."""
+        super().__init__()
+        self._anew = anew
+
     async def setup(self, task: Task, tools: Tools) -> WaitingEpisode:
-        return PassingEpisode(self.events)
+        return PassingEpisode(self.events, self._anew)
 
 
 class PassingEpisode(WaitingEpisode):
     tools = (ToolSpec("look"),)
     role = "white"
 
-    async def step(self, message: Message) -> Turn:
+    def __init__(self, events: list[str], anew: bool) -> None:
+        super().__init__(events)
+        self._anew = anew
+
+    async def step(self, message: Message) -> Turn | Context:
         self._events.append(f"{len(message.tool_calls)} calls")
-        return Turn("black" if len(self._events) % 2 else "white", [Message("user", "go on")])
+        said = [Message("user", "go on")]
+        if len(self._events) % 2:
+            return Context(said, role="black") if self._anew else Turn("black", said)
+        return Turn("white", said)
 
 
-async def test_who_made_a_malformed_call_is_told_of_it_though_the_next_turn_is_anothers():
-    environment = Passing()
+@pytest.mark.parametrize("anew", [False, True])
+async def test_who_made_a_malformed_call_is_told_of_it_though_the_next_turn_is_anothers(anew: bool):
+    environment = Passing(anew)
     host = EpisodeHost(None, 60.0)
     (number,) = await begun(host, environment)
     said = '<tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>look!</tool_call>'
