@@ -47,6 +47,19 @@ async def test_a_chat_is_answered_with_its_usage(make_world: Make) -> None:
         assert not turn.HasField("temperature"), "what was not said is the session's own"
 
 
+def test_an_answer_has_no_place_for_expert_routes() -> None:
+    known: set[str] = set()
+    messages: list[Any] = [session_pb2.RunTurnResponse.DESCRIPTOR]
+    while messages:
+        message = messages.pop()
+        known.add(message.full_name)
+        for field in message.fields:
+            assert not any(word in field.name for word in ("route", "expert", "rows")), field.full_name
+            if field.message_type is not None and field.message_type.full_name not in known:
+                messages.append(field.message_type)
+    assert {"slipstream.api.rollout.v1.TokenPiece", "slipstream.api.types.v1.VersionSpan"} <= known
+
+
 async def test_a_stream_brings_the_same_text_piece_by_piece(make_world: Make) -> None:
     async with make_world() as world, world.client() as client:
         world.runner.script = says("he", "ll", "o")
