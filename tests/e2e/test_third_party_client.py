@@ -16,6 +16,7 @@ from slipstream.launcher.ports import read_endpoints
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
 EXAMPLE = SERVICES.parent / "examples" / "third_party_client.py"
+DEMO = EXAMPLE.with_name("demo.toml")
 CLIENT = SERVICES.parent / "clients" / "python"
 
 
@@ -78,3 +79,14 @@ def test_the_example_creates_watches_and_cancels_rollouts_of_a_running_stack(lau
     missing = example("runs/nothing", directory=run.directory)
     assert missing.returncode == 2
     assert "runs/nothing is no run directory" in missing.stderr.splitlines()[-1]
+
+
+def test_the_example_is_answered_by_the_demo(launch):
+    run = launch("demo", "@", str(DEMO), "--orchestrator.total-steps", "100000", command="up")
+    run.wait_up()
+    done = example("runs/demo", "--groups", "2", "--samples", "2", directory=run.directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "created 4 groups of spell_backward, cancelled one of them" in lines
+    assert sum(line.endswith(": finished") for line in lines) == 3
+    assert lines[-1] == "cancelled: cancelled, reason CLIENT"
