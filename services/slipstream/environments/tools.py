@@ -49,6 +49,8 @@ class Tools:
 
     def span(self, name: str, **attributes: Any) -> AbstractContextManager[Any]:
         """A block that the rollout's trace shows below the call of the environment it is in; nothing if it has none."""
+        if "of" in attributes:  # says below what, there
+            attributes["of_"] = attributes.pop("of")
         return tracing.span(name, **attributes)
 
     async def run_python(self, source: str, stdin: bytes, limits: SandboxLimits) -> ExecResult:

@@ -8,7 +8,8 @@
 The API alone is needed. Its context carries the trace in this process, so that spans of either kind are below one
 another as the code says. Outside a rollout that is traced nothing is recorded. Events and statuses are not kept, but
 for the exception that ended a span. An environment that sets a provider of its own keeps it: its spans go where that
-sends them, with the rollout's trace as theirs.
+sends them, with the rollout's trace as theirs. What is no attribute, link or time is left out and fails nothing: code
+does as well where it is traced as where it is not.
 """
 
 from __future__ import annotations
@@ -104,8 +105,11 @@ def _classes(bridge: _Bridge, spans: Tracer) -> Any:
             parent = bridge.of(context)
             if parent is None:
                 return trace.INVALID_SPAN
-            known = [place(link.context) for link in links or ()]
-            return Recorded(name, parent, dict(attributes or {}), known, start_time)
+            span = Recorded(name, parent, start_time)
+            span.set_attributes(attributes)
+            for link in links or ():
+                span.add_link(getattr(link, "context", None))
+            return span
 
         @_agnosticcontextmanager
         def start_as_current_span(
@@ -119,32 +123,27 @@ def _classes(bridge: _Bridge, spans: Tracer) -> Any:
                 yield current
 
     class Recorded(trace.Span):
-        def __init__(
-            self,
-            name: str,
-            parent: TraceContext,
-            attributes: dict[str, Any],
-            links: list[TraceContext],
-            start_ns: int | None,
-        ) -> None:
-            self._name, self._attributes, self._links = name, attributes, links
+        def __init__(self, name: str, parent: TraceContext, start_ns: Any) -> None:
+            self._name = name
+            self._attributes: dict[str, Any] = {}
+            self._links: list[TraceContext] = []
             self._parent, self._own = parent, tracing.child(parent)
-            self._start_ns = start_ns or round(tracing.now_s() * 1e9)
+            self._start_ns = moment_ns(start_ns)
             self._ended = False
 
-        def end(self, end_time: int | None = None) -> None:
+        def end(self, end_time: Any = None) -> None:
             if self._ended:
                 return
             self._ended = True
-            end_ns = max(end_time or round(tracing.now_s() * 1e9), self._start_ns)
+            end_ns = max(moment_ns(end_time), self._start_ns)
             spans.write(Span(self._name, self._own, self._parent.span_id, self._start_ns / 1e9, end_ns / 1e9,
                              self._links, self._attributes))  # fmt: skip
 
         def get_span_context(self) -> trace.SpanContext:
             return bridge.named(self._own)
 
-        def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-            if not self._ended:
+        def set_attributes(self, attributes: Any) -> None:
+            if not self._ended and isinstance(attributes, Mapping):
                 self._attributes.update(attributes)
 
         def set_attribute(self, key: str, value: Any) -> None:
@@ -153,8 +152,9 @@ def _classes(bridge: _Bridge, spans: Tracer) -> Any:
         def add_event(self, name: str, attributes: Any = None, timestamp: int | None = None) -> None:
             """Not kept."""
 
-        def add_link(self, context: trace.SpanContext, attributes: Any = None) -> None:
-            self._links.append(place(context))
+        def add_link(self, context: Any, attributes: Any = None) -> None:
+            if isinstance(context, trace.SpanContext):
+                self._links.append(TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}"))
 
         def update_name(self, name: str) -> None:
             self._name = name
@@ -168,7 +168,8 @@ def _classes(bridge: _Bridge, spans: Tracer) -> Any:
         def record_exception(self, exception: BaseException, *_: Any, **__: Any) -> None:
             self.set_attribute("error", type(exception).__name__)
 
-    def place(context: trace.SpanContext) -> TraceContext:
-        return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}")
+    def moment_ns(given: Any) -> int:
+        """What environment code gives as a time; now, where that is none."""
+        return given if isinstance(given, int) and 0 < given < 2**63 else round(tracing.now_s() * 1e9)
 
     return Provider()

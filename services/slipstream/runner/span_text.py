@@ -25,9 +25,9 @@ _RESERVED = frozenset({"kind", "start_s", "end_s", "name", "trace", "span", "par
 
 
 def row_of(span: Span) -> list[Any]:
-    """The row of a span."""
+    """The row of a span, whatever its name and attributes are: a span never fails the code that it tells of."""
     links = [list(link) for link in span.links[:MAX_LINKS]]
-    return [text(span.name, MAX_NAME_CHARACTERS) or "span", *span.context, span.parent_id, span.start_s, span.end_s,
+    return [_named(span.name) or "span", *span.context, span.parent_id, span.start_s, span.end_s,
             tame(span.attributes), links]  # fmt: skip
 
 
@@ -43,8 +43,7 @@ def span_of(row: Any, process: tuple[str, str]) -> Span:
         tamed = tame(attributes)
     except (TypeError, AttributeError, KeyError, OverflowError) as error:
         raise ValueError(f"no row of a span: {error}") from None
-    shown = text(str(name), MAX_NAME_CHARACTERS) or "span"
-    return Span(shown, context, parent.span_id, start_s, end_s, known, tamed, process)
+    return Span(_named(name) or "span", context, parent.span_id, start_s, end_s, known, tamed, process)
 
 
 def _context(trace_id: Any, span_id: Any) -> TraceContext:
@@ -56,17 +55,30 @@ def _context(trace_id: Any, span_id: Any) -> TraceContext:
 def tame(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The first attributes, as plain values that any reader of JSON or OTLP takes."""
     tamed: dict[str, Any] = {}
-    for name, value in attributes.items():
+    for name, value in list(attributes.items()):  # other threads of an environment may add to them meanwhile
         if len(tamed) == MAX_ATTRIBUTES:
             break
-        shown = text(str(name), MAX_NAME_CHARACTERS)
-        tamed[f"{shown}_" if shown in _RESERVED else shown] = _plain(value)
+        shown = _named(name)
+        tamed[f"{shown}_" if shown in _RESERVED else shown] = _told(value)
     return tamed
 
 
+def _named(name: Any) -> str:
+    """A name as text; people give numbers, too, or nothing."""
+    return text(str(_told(name)), MAX_NAME_CHARACTERS)
+
+
+def _told(value: Any) -> bool | int | float | str:
+    """A plain value in place of any."""
+    try:
+        return _plain(value)
+    except Exception:  # of a subclass of list, str or int, whose operators are environment code
+        return type(value).__name__
+
+
 def _plain(value: Any, depth: int = MAX_DEPTH) -> bool | int | float | str:
-    if isinstance(value, bool):
-        return value
+    if value is None or isinstance(value, bool):
+        return "None" if value is None else value
     if isinstance(value, int):
         return int(value) if -(2**63) <= value < 2**63 else text(hex(value), MAX_VALUE_CHARACTERS)
     if isinstance(value, float):

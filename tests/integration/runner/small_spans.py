@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from opentelemetry import trace
 
@@ -53,6 +54,8 @@ class Telling:
             for number in range(5000):
                 with self._tools.span("one of many", number=number):
                     pass
+        if self._behaviour == "says odd things":
+            self._say_odd_things()
         if self._behaviour == "dies":
             os._exit(3)
         if self._behaviour == "runs code":
@@ -72,6 +75,21 @@ class Telling:
     def _think(self) -> None:
         with self._tools.span("think", thread=threading.current_thread() is threading.main_thread()):
             pass
+
+    def _say_odd_things(self) -> None:
+        endless: list[Any] = []
+        endless.append(endless)
+        names: list[Any] = [None, 7, object(), "\ud800"]
+        for name in names:
+            with self._tools.span(name, endless=endless, nothing=None, of=name):
+                pass
+            with tracer.start_as_current_span(name, attributes={name: endless}) as span:
+                span.set_attributes({"endless": endless})
+                span.update_name(name)
+            with tracer.start_as_current_span("odd", attributes=name, links=[name], start_time=name) as span:
+                span.set_attributes(name)
+                span.add_link(name)
+            tracer.start_span("odd").end(name)
 
     async def close(self) -> None:
         """Holds nothing."""

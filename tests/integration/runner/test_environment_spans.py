@@ -226,6 +226,34 @@ def test_a_line_of_spans_is_what_any_json_reader_takes(tmp_path: Path) -> None:
     assert (again.context, again.parent_id, again.links) == (context, "c" * 16, [context])
 
 
+class Odd(list[int]):
+    """Environment code's: its operators fail."""
+
+    def __getitem__(self, _: Any) -> Any:
+        raise LookupError("no such")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [(None, "None"), (7, "7"), ("", "span"), (object(), "object"), (Odd(), "Odd")]
+)
+def test_a_span_is_told_whatever_its_name_and_values_are(name: Any, shown: str) -> None:
+    context = tracing.TraceContext("a" * 32, "b" * 16)
+    attributes: Any = {7: None, None: Odd([1]), "deep": [Odd([1])], "map": {"a": 1}}
+    row = json.loads(json.dumps(row_of(tracing.Span(name, context, "c" * 16, 1.0, 2.0, (), attributes))))
+    again = span_of(row, ("environment", "runner-1-told"))
+    assert again.name == shown
+    assert again.attributes == {"7": "None", "None": "Odd", "deep": "list", "map": "dict"}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+async def test_an_environment_whose_spans_have_odd_names_and_values_does_as_well_traced_as_not(
+    start_traced: Any, traced: bool
+) -> None:
+    world = await start_traced("says odd things", share=1.0 if traced else 0.0)
+    report = await world.report(await world.give("told", samples=BOTH))
+    assert [record.reward for record in report.rollouts] == [1.0] * BOTH, report
+
+
 @pytest.mark.parametrize(
     "row",
     [
