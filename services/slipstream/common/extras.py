@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 RUN_MODULES = (
@@ -30,6 +32,9 @@ RUN_MODULES = (
 FINE_TUNING_MODULES = ("jinja2", "numpy", "safetensors", "tokenizers", "torch", "torchtitan")
 """What fine-tuning on conversations imports: the extra `trainer`."""
 
+PACKAGE = Path(__file__).parents[1]
+INSTALLED = {"site-packages", "dist-packages"}
+
 
 def missing_modules(names: Sequence[str] = RUN_MODULES) -> list[str]:
     """Those of `names` that are not installed."""
@@ -42,12 +47,33 @@ def explain(program: str, modules: list[str], extra: str = "demo") -> str:
     return f"{program} needs {', '.join(modules)}, which {verb} not installed: pip install 'slipstream[{extra}]'"
 
 
-def foreign(error: ModuleNotFoundError) -> str:
-    """The package that is missing; raises `error` when it is a module of our own, which is a bug."""
-    name = (error.name or "").partition(".")[0]
+def explain_import(program: str, error: ModuleNotFoundError, extra: str = "demo") -> str:
+    """Why an import failed; raises `error` when it is of a module of our own, which is a bug."""
+    module = error.name or ""
+    name = module.partition(".")[0]
     if name in ("", "slipstream", "slipstream_client"):
         raise error
-    return name
+    found = importlib.util.find_spec(name)
+    if found is not None:
+        return (
+            f"{program} needs {module}, which {found.origin or name} does not have: another file of that name hides it"
+        )
+    importer = _file_of_import(error)
+    if not _is_packaged(importer):
+        return f"{importer} imports {name}, which is not installed"
+    return explain(program, [name], extra)
+
+
+def _file_of_import(error: ModuleNotFoundError) -> str:
+    """The file whose import failed."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return next((file for file in reversed(files) if not file.startswith("<")), "")
+
+
+def _is_packaged(file: str) -> bool:
+    """Whether a file is one of ours or of an installed package, not a user's own."""
+    path = Path(file)
+    return not file or path.is_relative_to(PACKAGE) or not INSTALLED.isdisjoint(path.parts)
 
 
 def run_service(service: str) -> None:
@@ -55,7 +81,7 @@ def run_service(service: str) -> None:
     try:
         importlib.import_module(f"slipstream.{service}.__main__").main()
     except ModuleNotFoundError as error:
-        refuse(explain(f"slipstream-{service}", [foreign(error)], service))
+        refuse(explain_import(f"slipstream-{service}", error, service))
 
 
 def refuse(message: str) -> NoReturn:

@@ -15,7 +15,7 @@ from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_errors import suggest
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
-from slipstream.common.extras import RUN_MODULES, explain, foreign, missing_modules
+from slipstream.common.extras import RUN_MODULES, explain, explain_import, missing_modules
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run, find_services_run, newest_running, shown
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 and one line when it cannot be understood."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not sys.flags.safe_path and "" not in sys.path:
-        sys.path.insert(0, "")  # a third party's modules are found as each service, a `python -m`, finds them
+        sys.path.append("")  # a third party's modules are found, and hide none of those that are installed
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         sys.exit(0 if arguments else 2)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ConfigError, LauncherError) as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
-        _fail(explain(f"slipstream {command}", [foreign(error)]))
+        _fail(explain_import(f"slipstream {command}", error))
     except BrokenPipeError:  # `slipstream rl --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -23,7 +23,7 @@ from torch import Tensor
 from slipstream.common.config import ConfigError
 from slipstream.common.disk import make_directory, replace_file
 from slipstream.common.errors import DiskFull
-from slipstream.common.extras import explain, foreign
+from slipstream.common.extras import explain_import
 from slipstream.models.checkpoint import check_source, expected_shapes
 from slipstream.models.registry import ARCHITECTURE_KEY, BUILT_IN, CONFIG_FILE, read_config, sizes_of
 from slipstream.models.shards import SHARD_BYTES, ShardReader, check_layers, check_shapes, write_shards
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DiskFull as error:
         sys.exit(_refused(error.message))
     except ModuleNotFoundError as error:
-        sys.exit(_refused(explain("slipstream convert", [foreign(error)], "convert")))
+        sys.exit(_refused(explain_import("slipstream convert", error, "convert")))
     count = sum(torch.Size(shape).numel() for shape in source.shapes.values())
     print(f"{given.target}: {source.config['architectures'][0]}, {count:,} parameters in {len(source.shapes)} tensors")
 
