@@ -282,6 +282,13 @@ class SessionEnded(SlipstreamError):
     reason = "SESSION_ENDED"
 
 
+class SessionKeyLost(SlipstreamError):
+    """This request opened a session before, and the secret its key is made from, in `metadata["path"]`, has changed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SESSION_KEY_LOST"
+
+
 class SessionLimitReached(SlipstreamError):
     """The session has all that one may have of `metadata["name"]`, a setting: close it, or ask for less."""
 

@@ -69,6 +69,7 @@ class Orchestrator:
             self._channels.append(open_channel(address, access))
             return self._channels[-1]
 
+        keys = SessionKeys(config.run_dir / "session-secret") if config.gateway_url else None
         self.trackers = TrackerFeed(config.tracking, TrackedRun(config.run_id, config.run_dir))
         self.metrics = MetricsFile(
             config.run_dir / "metrics.jsonl", time.time, config.metrics_limit_bytes, self.trackers.take
@@ -131,7 +132,6 @@ class Orchestrator:
             journal=self.journal,
             history=history,
         )
-        keys = SessionKeys(config.run_dir / "session-secret") if config.gateway_url else None
         channels = Channels(lambda address: open_channel(address, access))
         self.desk = SessionDesk(self.state, self.sequencer, channels, keys)
         telemetry.observe(self.state, self.sequencer, self.leases, self.journal)

@@ -11,6 +11,7 @@ from slipstream.common.errors import (
     InvalidRequest,
     SamplingBiased,
     SessionEnded,
+    SessionKeyLost,
     SessionsFull,
     SessionUnknown,
     Unreachable,
@@ -43,8 +44,15 @@ class SessionDesk:
         known = self._sessions.ledger.asked(asked_by(request))
         if known is not None and self._keys is not None:
             key = self._keys.key(known.nonce)
-            if sha256(key) == known.key_sha256:  # else the run's secret is another, and the key cannot be told
-                return _answer(known, key)
+            if sha256(key) != known.key_sha256:
+                raise SessionKeyLost(
+                    f"session {known.proto.session_id} was opened by this request, and its key cannot be told again: "
+                    f"{self._keys.path} is not the secret that it was made from; put that back and restart, or open "
+                    "another by a new request_id",
+                    path=self._keys.path,
+                    session_id=known.proto.session_id,
+                )
+            return _answer(known, key)
         self._state.refuse_ended("it takes no more sessions")
         if self._keys is None:
             raise GatewayAbsent("this run has no gateway: start it with gateway.enabled = true")

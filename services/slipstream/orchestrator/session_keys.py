@@ -11,9 +11,15 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 from pathlib import Path
 
+import structlog
+
+from slipstream.common.config import ConfigError
 from slipstream.common.disk import sync_directory
+
+log = structlog.get_logger()
 
 SECRET_BYTES = 32
 NONCE_BYTES = 16
@@ -23,7 +29,15 @@ class SessionKeys:
     """Makes keys. The secret is a file of the run directory that its owner alone can read."""
 
     def __init__(self, path: Path) -> None:
-        self._secret = _read(path) or _create(path)
+        """Raises `ConfigError` for what cannot be read, or made."""
+        self.path = path
+        try:
+            self._secret = _read(path) or _create(path)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"{path}, the secret of sessions' keys, cannot be read or made: {reason}") from None
+        if path.stat().st_mode & stat.S_IROTH:
+            log.warning("secret_readable_by_all", path=str(path), remedy=f"chmod 600 {path}")
 
     def nonce(self) -> bytes:
         """A number for a session that is new."""
@@ -46,7 +60,10 @@ def _read(path: Path) -> bytes:
         secret = path.read_bytes()
     except FileNotFoundError:
         return b""
-    return secret if len(secret) == SECRET_BYTES else b""
+    if len(secret) == SECRET_BYTES:
+        return secret
+    log.warning("session_secret_replaced", path=str(path), size_bytes=len(secret), expected_bytes=SECRET_BYTES)
+    return b""
 
 
 def _create(path: Path) -> bytes:

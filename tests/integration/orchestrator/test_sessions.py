@@ -21,6 +21,7 @@ from slipstream.common.errors import (
     RunEnded,
     SamplingBiased,
     SessionEnded,
+    SessionKeyLost,
     SessionsFull,
     SessionUnknown,
     rpc_errors,
@@ -431,3 +432,22 @@ async def test_a_session_and_its_reward_are_on_disk_before_its_agent_hears_of_th
         assert records_on_disk(joined.session_id) == 1
         await agent.close(joined.session_id, 1.0)
         assert records_on_disk(joined.session_id) == 2
+
+
+@pytest.mark.parametrize("secret", [None, b"cut short", bytes(32)])
+async def test_a_repeat_under_another_secret_is_refused_and_opens_no_second_session(
+    make_agent: Make, secret: bytes | None
+) -> None:
+    async with make_agent() as agent:
+        _, (opened,) = await agent.assigned(agent.open("once"))
+        path = agent.world.orchestrator.sequencer.config.run_dir / "session-secret"
+    path.unlink()
+    if secret is not None:
+        path.write_bytes(secret)
+    async with make_agent() as agent:
+        for _ in range(2):
+            with pytest.raises(SessionKeyLost) as refused:
+                await agent.open("once")
+            assert refused.value.metadata == {"path": str(path), "session_id": opened.session_id}
+        listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=60)
+        assert [session.session_id for session in listed.sessions] == [opened.session_id]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.api.rollout.v1 import rollout_pb2
+from slipstream.common.config import ConfigError
 from slipstream.common.errors import InvalidRequest, RequestIdReused
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.config import SessionsConfig
@@ -96,3 +98,24 @@ def test_a_key_is_the_same_after_a_restart_and_its_secret_is_its_owners_alone(tm
     assert SessionKeys(path).key(nonce) == keys.key(nonce) != keys.key(other)
     path.write_bytes(b"cut short")
     assert SessionKeys(path).key(nonce) != keys.key(nonce)
+
+
+def test_a_secret_that_is_no_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "session-secret").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"session-secret, the secret of sessions' keys, cannot be read or made: is a"
+    ):
+        SessionKeys(tmp_path / "session-secret")
+
+
+def test_a_secret_that_all_can_read_and_one_cut_short_are_told_in_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "session-secret"
+    SessionKeys(path)
+    path.chmod(0o644)
+    with capture_logs() as lines:
+        SessionKeys(path)
+    assert [(line["event"], line["remedy"]) for line in lines] == [("secret_readable_by_all", f"chmod 600 {path}")]
+    path.write_bytes(b"cut short")
+    with capture_logs() as lines:
+        SessionKeys(path)
+    assert [(line["event"], line["size_bytes"]) for line in lines] == [("session_secret_replaced", 9)]
