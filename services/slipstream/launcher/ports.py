@@ -41,9 +41,13 @@ def candidate_ports() -> list[int]:
 
 
 class PortLease:
-    """Ports held by this process until `close`; also released when the process dies."""
+    """Ports held by this process until `close`; also released when the process dies.
 
-    def __init__(self, lock_dir: Path | None = None) -> None:
+    `owner`: what a person is told has them, such as the run's directory.
+    """
+
+    def __init__(self, lock_dir: Path | None = None, owner: str = "") -> None:
+        self._owner = owner.encode()
         self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}" / "ports"
         self._lock_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._locks: dict[int, int] = {}
@@ -61,8 +65,21 @@ class PortLease:
         if not bindable(port):
             os.close(handle)
             return False
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, self._owner, 0)
         self._locks[port] = handle
         return True
+
+    @property
+    def held(self) -> set[int]:
+        return set(self._locks)
+
+    def owner_of(self, port: int) -> str:
+        """Who said last that it has the port; nobody where that is not known."""
+        try:
+            return (self._lock_dir / str(port)).read_text(errors="replace")
+        except OSError:
+            return ""
 
     def take_any(self, candidates: Iterator[int]) -> int:
         for port in candidates:
@@ -90,14 +107,14 @@ def bindable(port: int) -> bool:
 def assign_endpoints(
     path: Path, replicas: Iterable[str], lease: PortLease, *, metrics: bool = False
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Give every replica an address `host:port`, keeping those that `path` has and that are still free.
+    """Give every replica an address `host:port`, keeping those that `path` has and that are still free, or held here.
 
     Returns the addresses of the services and, with `metrics`, those of their metrics.
     """
-    replicas, candidates = list(replicas), iter(candidate_ports())
+    replicas, candidates, held = list(replicas), iter(candidate_ports()), lease.held
 
     def assign(known: dict[str, str]) -> dict[str, str]:
-        return {replica: _assign(known.get(replica), lease, candidates) for replica in replicas}
+        return {replica: _assign(known.get(replica), lease, candidates, held) for replica in replicas}
 
     endpoints = assign(read_endpoints(path) if path.exists() else {})
     metrics_endpoints = assign(read_endpoints(path, "metrics") if path.exists() else {}) if metrics else {}
@@ -108,11 +125,13 @@ def assign_endpoints(
 def take_ports(names: Iterable[str], lease: PortLease) -> dict[str, str]:
     """An address each, for what is known to the processes of this launch alone."""
     candidates = iter(candidate_ports())
-    return {name: _assign(None, lease, candidates) for name in names}
+    return {name: _assign(None, lease, candidates, set()) for name in names}
 
 
-def _assign(kept: str | None, lease: PortLease, candidates: Iterator[int]) -> str:
-    if kept is not None and lease.try_take(port_of(kept)):
+def _assign(kept: str | None, lease: PortLease, candidates: Iterator[int], held: set[int]) -> str:
+    """`held`: ports that were taken before for whoever has them; each is given out once."""
+    if kept is not None and (port_of(kept) in held or lease.try_take(port_of(kept))):
+        held.discard(port_of(kept))
         return kept
     return f"{LOOPBACK}:{lease.take_any(candidates)}"
 

@@ -14,7 +14,7 @@ from slipstream.common.config_files import read_toml
 from slipstream.common.errors import JournalCorrupt
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.metrics_records import read_json_lines, worked_s
-from slipstream.launcher.ports import bindable, port_of, read_endpoints
+from slipstream.launcher.ports import PortLease, port_of, read_endpoints
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
 from slipstream.orchestrator.journal import read_journal, segments
 from slipstream.orchestrator.resume import FINAL
@@ -56,6 +56,9 @@ def find_resumable(arguments: list[str]) -> Resumable:
     ends = [record for record in records if record["kind"] == "run_ended"]
     if ends and ends[-1]["state"] in FINAL:  # whatever process came up once more to say so
         raise RunDirError(f"{run.name} has ended for good: {ends[-1]['reason']}; its report is in {shown(run.path)}")
+    secret = run.path / "session-secret"
+    if secret.exists() and not secret.is_file():
+        raise RunDirError(f"{run.name} cannot go on: {shown(secret)}, the secret of sessions' keys, is no file")
     if not writes_checkpoints(run):
         raise RunDirError(
             f"{run.name} writes no checkpoints (trainer.checkpoint.interval_steps is 0), so that there are no weights "
@@ -108,20 +111,29 @@ def writes_checkpoints(run: RunDir) -> bool:
     return bool(read_toml(run.config_file).get("trainer", {}).get("checkpoint", {}).get("interval_steps"))
 
 
-def make_ready(run: RunDir) -> None:
-    """Wait until every address of the run is free, and take away what nobody is to be served any more.
+def make_ready(run: RunDir, lease: PortLease) -> None:
+    """Take every address of the run as soon as it is free, and take away what nobody is to be served any more.
 
+    Addresses are taken here, and never changed: a copy of the run that goes on at the same time has the same ones, and
+    the same run id and token, so that one of the two is refused.
     Rows of steps that are trained once more are known by their runner's address. Versions of the dead incarnation are
     not: the engines wait for what the restored trainer publishes.
     """
     deadline_s = time.monotonic() + PORTS_TIMEOUT_S
     for replica, address in _endpoints(run.endpoints_file).items():
-        while not bindable(port_of(address)):
+        while not lease.try_take(port_of(address)):
             if time.monotonic() > deadline_s:
-                raise RunDirError(f"{address} is taken, which is the address of {replica}: end what listens there")
+                raise RunDirError(_taken(run, replica, address, lease.owner_of(port_of(address))))
             time.sleep(0.1)
     for version in (run.path / "versions").glob("*"):
         shutil.rmtree(version, ignore_errors=True)
+
+
+def _taken(run: RunDir, replica: str, address: str, owner: str) -> str:
+    taken = f"{run.name} cannot go on: {address} is taken, which is the address of its {replica}"
+    if owner and owner != str(run.path):
+        return f"{taken}, probably by {owner}: of a run and its copies one can be up; `slipstream stop {owner}` ends it"
+    return f"{taken}: end what listens there"
 
 
 def _endpoints(path: Path) -> dict[str, str]:

@@ -37,12 +37,12 @@ def run_rl(config: RunConfig, *, stay_up: bool, resumed: Resumable | None = None
     """Run everything, in a directory of its own or on in that of an earlier run; returns the exit code."""
     check_memory(config)
     run = resumed.run if resumed is not None else create_run_dir(config.run.directory, config.run.name)
-    lock, lease, display = RunLock(run), PortLease(), open_display()
+    lock, lease, display = RunLock(run), PortLease(owner=str(run.path)), open_display()
     try:
         before_s = 0.0
         if resumed is not None:
             before_s = earlier_s(run)
-            make_ready(run)
+            make_ready(run, lease)
             from_step, sentence = told(resumed)
             display.say(f"run {run.name}: {sentence}")
             run.record("run_resumed", step=from_step)

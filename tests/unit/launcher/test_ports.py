@@ -50,3 +50,15 @@ def test_a_kept_port_that_somebody_listens_on_is_replaced(tmp_path):
         after = assign_endpoints(file, REPLICAS, PortLease(tmp_path / "locks"))[0]
     assert after["router"] != before["router"]
     assert after["decode-1"] == before["decode-1"]
+
+
+def test_ports_that_are_held_already_are_kept_and_each_given_out_once(tmp_path):
+    file = tmp_path / "endpoints.toml"
+    first = assign_endpoints(file, REPLICAS, PortLease(tmp_path / "before"))[0]
+    lease = PortLease(tmp_path / "locks", "the first")
+    assert all(lease.try_take(port_of(address)) for address in first.values())
+    assert lease.owner_of(port_of(first["router"])) == "the first"
+    file.write_text(file.read_text().replace(first["router"], first["decode-1"]))
+    again = assign_endpoints(file, REPLICAS, lease)[0]
+    assert len(set(again.values())) == len(REPLICAS)
+    assert again["orchestrator"] == first["orchestrator"]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slipstream.launcher import rl
+from slipstream.launcher import resume, rl
 from slipstream.launcher.cli import main
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.errors import RunDirError
-from slipstream.launcher.resume import Resumable, earlier_s, find_resumable, told
+from slipstream.launcher.ports import PortLease, assign_endpoints, read_endpoints
+from slipstream.launcher.resume import Resumable, earlier_s, find_resumable, make_ready, told
 from slipstream.launcher.rundir import RunDir, RunLock
 from slipstream.orchestrator.journal import Journal
 
@@ -144,3 +146,37 @@ def test_other_settings_are_no_part_of_it(made, capsys) -> None:
     said = refusal(capsys, "--resume", "demo", "@", "x")
     assert "usage: slipstream rl --resume RUN, not demo @ x; the run goes on with" in said
     assert "no run called other" in refusal(capsys, "--resume", "other")
+
+
+def test_of_a_run_and_its_copy_that_go_on_at_once_one_is_refused_and_keeps_its_addresses(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "PORTS_TIMEOUT_S", 0.2)
+    run = made()
+    locks = tmp_path / "locks"
+    first = PortLease(locks)
+    assign_endpoints(run.endpoints_file, ["orchestrator", "decode-1"], first)
+    first.close()
+    copy = RunDir(run.path.with_name("copy"))
+    shutil.copytree(run.path, copy.path)
+    before = copy.endpoints_file.read_text()
+
+    lease, other = PortLease(locks, str(run.path)), PortLease(locks, str(copy.path))
+    make_ready(run, lease)
+    with pytest.raises(RunDirError) as refused:
+        make_ready(copy, other)
+    assert f"copy cannot go on: {read_endpoints(run.endpoints_file)['orchestrator']} is taken, " in str(refused.value)
+    assert f"probably by {run.path}: of a run and its copies one can be up" in str(refused.value)
+    assert assign_endpoints(run.endpoints_file, ["orchestrator", "decode-1"], lease)[0] == read_endpoints(
+        copy.endpoints_file
+    )
+    assert copy.endpoints_file.read_text() == before
+    lease.close()
+    make_ready(copy, other)
+    other.close()
+
+
+def test_a_secret_of_sessions_that_is_no_file_is_told_before_anything_starts(made, capsys) -> None:
+    (made().path / "session-secret").mkdir()
+    said = refusal(capsys, "--resume", "demo")
+    assert said == "error: demo cannot go on: runs/demo/session-secret, the secret of sessions' keys, is no file\n"
