@@ -9,7 +9,6 @@ What it makes is checked here: a prompt that does not begin with the tokens so f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from slipstream.environments.chat import defused
 from slipstream.environments.chat_template import Unrenderable
 from slipstream.environments.config_renderer import FamilyConfig
 from slipstream.environments.draft import Draft
+from slipstream.environments.json_text import check_json, read_json
 from slipstream.environments.messages import Message, ToolCall, ToolSpec
 from slipstream.environments.renderer import CheckText, Rendered, Told
 from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec
@@ -226,12 +226,14 @@ def _as_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
 def _call(attempt: Any, call_id: str, tools: Collection[str]) -> ToolCall | Message:
     """A call, or what the model is told of one that is none."""
     shown = attempt.raw.strip()[:MAX_SHOWN_CHARACTERS]
-    arguments = attempt.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
+    arguments: Any = attempt.arguments
+    try:
+        if isinstance(arguments, str):
+            arguments = read_json(arguments)
+        else:
+            check_json(arguments)
+    except ValueError:
+        arguments = shown or "no JSON"
     if attempt.name and attempt.name not in tools:
         there = ", ".join(sorted(tools))
         return Message("tool", f"error: there is no tool {attempt.name!r}; there are {there}", tool_call_id=call_id)

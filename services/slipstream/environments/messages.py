@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from slipstream.environments.json_text import read_json
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: dict[str, Role] = {
@@ -138,9 +139,9 @@ def _call(given: Any, index: int) -> ToolCall:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{where}.function.arguments: no JSON") from None
+            arguments = read_json(arguments)
+        except ValueError:
+            raise ValueError(f"{where}.function.arguments: no JSON of finite numbers and whole characters") from None
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}.function.arguments: not an object")
     return ToolCall(function["name"], dict(arguments), str(given.get("id") or ""))

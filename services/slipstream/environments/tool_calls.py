@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.environments.json_text import read_json
 from slipstream.environments.messages import Message, ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -75,16 +75,16 @@ def _read(source: str, call_id: str, tools: Collection[str]) -> ToolCall | str:
     """The call, or what is wrong with it."""
     shown = source.strip()[:MAX_SHOWN_CHARACTERS]
     try:
-        given = json.loads(source)
-    except (ValueError, RecursionError):
+        given = read_json(source)
+    except ValueError:
         return f"error: this tool call is no JSON: {shown}"
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
         return f'error: a tool call is {{"name": ..., "arguments": {{...}}}}, not {shown}'
     arguments = given.get("arguments", {})
     if isinstance(arguments, str):  # some models quote them once more
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = read_json(arguments)
+        except ValueError:
             return f"error: the arguments of this tool call are no JSON: {shown}"
     if not isinstance(arguments, Mapping):
         return f"error: the arguments of a tool call are an object, not {shown}"

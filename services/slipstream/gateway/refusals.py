@@ -87,7 +87,7 @@ def refusal_of(error: errors.SlipstreamError) -> Refusal:
             return ended(error.metadata.get("session_reason", "GROUP_ENDED"))
         case errors.ContextTooLong():
             return Refusal(400, error.message, code="context_length_exceeded", param=param)
-        case errors.SessionLimitReached():
+        case errors.SessionLimitReached() | errors.EnvironmentTimeout():  # who repeated it would end the next process
             return Refusal(400, error.message, code=code)
         case errors.SamplingBiased():
             return Refusal(400, error.message, code="unsupported_value", param=param)

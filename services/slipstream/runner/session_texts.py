@@ -26,6 +26,7 @@ from slipstream.common.errors import (
 )
 from slipstream.environments.chat_template import Unrenderable
 from slipstream.environments.draft import Draft
+from slipstream.environments.json_text import read_json
 from slipstream.environments.messages import Message, ToolSpec, message_from_json, tool_from_json
 from slipstream.environments.renderer import Renderer
 from slipstream.environments.transcript import Prompt, Transcript, text_bytes
@@ -165,7 +166,8 @@ def _messages(given: Sequence[dict[str, Any]]) -> list[Message]:
         try:
             found.append(message_from_json(each))
         except ValueError as error:
-            raise InvalidRequest(f"messages.{number}.{error}", field=f"messages.{number}") from None
+            field = f"messages.{number}.{str(error).partition(':')[0]}"
+            raise InvalidRequest(f"messages.{number}.{error}", field=field) from None
     return found
 
 
@@ -173,9 +175,9 @@ def _tools(tools_json: str) -> list[ToolSpec]:
     if not tools_json:
         return []
     try:
-        given = json.loads(tools_json)
+        given = read_json(tools_json)
         if not isinstance(given, list):
             raise ValueError("no list")
         return [tool_from_json(each) for each in given]
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise InvalidRequest(f"tools: {error}", field="tools") from None

@@ -16,6 +16,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common import tracing
 from slipstream.common.errors import (
     ContextTooLong,
+    EnvironmentTimeout,
     SamplingBiased,
     SessionBusy,
     SessionEnded,
@@ -204,6 +205,7 @@ async def test_what_is_not_served_is_told_what_is(make_world: Make) -> None:
         (SamplingBiased("other temperature", field="temperature"), 400, "unsupported_value"),
         (SessionBusy("busy", limit=4), 429, "session_busy"),
         (SessionLimitReached("enough", name="max_turns", limit=4), 400, "session_limit_reached"),
+        (EnvironmentTimeout("it held its process"), 400, "environment_timeout"),
         (SessionEnded("timed out", session_reason="IDLE_TIMEOUT"), 410, "session_ended"),
     ],
 )

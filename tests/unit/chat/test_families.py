@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +167,16 @@ def test_calls_that_are_none_are_told_to_the_model_and_stay_in_its_text():
     assert "malformed" in parsed.refusals[1].content
     assert "look!" in parsed.message.content
     assert renderer.parse(text, tools=[], **asked).message.tool_calls == ()
+
+
+@pytest.mark.parametrize("arguments", [r'{"at": "\ud800"}', '{"at": NaN}', '{"at": ' + "[" * 70 + "]" * 70 + "}"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_arguments_that_no_tokenizer_takes_again_are_none(arguments: str, quoted: bool):
+    said = json.dumps(arguments) if quoted else arguments
+    text = f'<tool_call>\n{{"name": "look", "arguments": {said}}}\n</tool_call>'
+    parsed = renderer_of("qwen3").parse(text, tools=[LOOK], stopped=True, prompt="", prompt_token_ids=[], call_id="c")
+    assert parsed.message.tool_calls == ()
+    assert "malformed" in parsed.refusals[0].content
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -167,6 +167,10 @@ def test_a_model_without_a_template_gets_a_line_a_message():
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "error: the arguments of this tool call are no"),
         ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "error: there is no tool 'sub'; there are add"),
         ("<tool_call>" + "[" * 100_000, "error: this tool call is no JSON: [[["),
+        ("<tool_call>" + '{"a":' * 400 + "1" + "}" * 400, "error: this tool call is no JSON: {"),
+        (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "error: this tool call is no JSON"),
+        (r'<tool_call>{"name": "add", "arguments": {"\udfff": 1}}</tool_call>', "error: this tool call is no JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "error: this tool call is no JSON"),
     ],
 )
 def test_a_malformed_call_is_told_to_the_model_and_kept_as_it_was_said(text: str, refusal: str):
@@ -195,6 +199,11 @@ def test_thoughts_that_the_prompt_opened_are_thoughts():
     assert (parsed.reasoning, parsed.content) == ("hm", "5")
 
 
+NO_JSON = "tool_calls.0.function.arguments: no JSON of finite numbers and whole characters"
+NESTED = '{"a":' * 65 + "1" + "}" * 65
+"""What the JSON parser takes."""
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -209,8 +218,12 @@ def test_thoughts_that_the_prompt_opened_are_thoughts():
             {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}]},
             "tool_calls.0.function.arguments: no JSON",
         ),
+        *(
+            ({"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}, NO_JSON)
+            for arguments in (r'{"a": "\ud800"}', r'{"\udfff": 1}', '{"a": NaN}', '{"a": 1e999}', NESTED)
+        ),
     ],
-    ids=range(5),
+    ids=range(10),
 )
 def test_what_is_no_message_is_refused_by_its_field(message: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words.replace(".", r"\.")):
