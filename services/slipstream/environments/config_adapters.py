@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.common.imports import PATH_PATTERN
+from slipstream.environments.base import MAX_REWARD
 from slipstream.environments.config_base import BaseEnvironmentConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
@@ -46,8 +47,7 @@ class VerifiersConfig(AdapterConfig):
 
 
 class TextArenaConfig(AdapterConfig):
-    """A game of textarena, for one player, or for several that the model plays against itself. Needs the extra
-    `textarena`."""
+    """A game of textarena, for one player or several, all played by the model. Needs the extra `textarena`."""
 
     type: Literal["textarena"] = "textarena"
     name: str = Field(default="textarena", pattern=NAME_PATTERN)
@@ -69,6 +69,10 @@ class TextArenaConfig(AdapterConfig):
 
     opponent_plays: Literal["held_out", "all"] = "held_out"
     """In which games: where the model is evaluated only, or in training, too."""
+
+    cut_reward: float = Field(default=-1.0, ge=-MAX_REWARD, le=MAX_REWARD)
+    """What a player earns whose turn is cut off at `max_new_tokens`, which ends the game: no more than what an illegal
+    move costs, or talking on would pay. -1 is the lowest reward of textarena's games."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

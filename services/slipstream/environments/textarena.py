@@ -2,6 +2,8 @@
 
 The seed of a game is its task's number, so the rollouts of a group play the same one. The rewards are the game's. With
 several players each is a role: the model plays all of them, or one against an opponent that is no model.
+
+A turn that was cut off is no move, whatever it begins with: it ends the game, and earns whoever spoke `cut_reward`.
 """
 
 from __future__ import annotations
@@ -99,24 +101,29 @@ class TextArenaEpisode:
         """`played`: the players that the model plays; `opponent` plays the others."""
         self._game = game
         self._correct_at = config.correct_at
+        self._cut_reward = config.cut_reward
         self._several = config.players > 1
         self._played = played
         self._opponent = opponent
         self._draw = draw
         self._over = False
-        player, told = self._next()
+        self._cut: int | None = None  # the player whose turn was cut off
+        self._player, told = self._next()
         if told is None:
             raise ValueError("the game was over before the model had a turn")
-        self.role = role_of(player) if self._several else ""
+        self.role = role_of(self._player) if self._several else ""
         self.messages = [Message("user", told)]
 
     async def step(self, message: Message) -> Sequence[Message] | Context | Turn:
+        if not message.stopped:
+            self._cut = self._player
+            return []
         self._over, _ = self._game.step(message.content)
-        player, told = self._next()
+        self._player, told = self._next()
         if told is None:
             return []
         said = [Message("user", told)]
-        return Turn(role_of(player), said) if self._several else said
+        return Turn(role_of(self._player), said) if self._several else said
 
     async def score(self) -> Score | RoleScores:
         rewards, info = self._game.close() if self._over else ({}, {})
@@ -132,6 +139,8 @@ class TextArenaEpisode:
         return None
 
     def _score_of(self, player: int, rewards: dict[int, float], info: dict[int, Any]) -> Score:
+        if player == self._cut:
+            return Score(self._cut_reward, False, "the turn was cut off at its limit of tokens")
         reward = float(rewards.get(player, 0.0))
         reason = str(info.get(player, {}).get("reason", "")) if self._over else "the game was not over"
         return Score(reward, self._over and reward >= self._correct_at, reason)

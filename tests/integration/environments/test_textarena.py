@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from conversations import play, play_roles, says
+from conversations import Says, play, play_roles, says
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.config_adapters import TextArenaConfig
@@ -101,6 +101,28 @@ async def test_two_players_see_what_the_other_did_and_have_a_reward_each() -> No
 async def test_a_game_of_two_that_is_not_over_has_no_winner() -> None:
     played = await play_roles(noughts(), {FIRST: says("[0]"), SECOND: says("[4]")}, max_turns=2)
     assert [(each.reward, each.correct) for each in played.score.scores.values()] == [(0.0, False)] * 2
+
+
+def babbles(text: str) -> Says:
+    """A model whose turn ends at its limit of tokens."""
+    return lambda _: Message("assistant", text, stopped=False)
+
+
+async def test_a_turn_that_is_cut_off_costs_as_much_as_an_illegal_move() -> None:
+    illegal = await play_roles(noughts(), {FIRST: says("[4]"), SECOND: says("[9]")})
+    assert illegal.order == [FIRST, SECOND, SECOND]  # textarena lets one pass
+    # Whatever it begins with: a move that would win is none.
+    babbled = await play_roles(noughts(), {FIRST: says("[4]"), SECOND: babbles("[0] and then")})
+    assert babbled.order == [FIRST, SECOND]
+    lost, scores = illegal.score.scores[SECOND], babbled.score.scores
+    assert scores[SECOND].reward == lost.reward == -1.0
+    assert "cut off" in scores[SECOND].detail
+    assert (scores[FIRST].reward, scores[FIRST].correct) == (0.0, False)
+    told = await play_roles(noughts(cut_reward=-2), {FIRST: babbles("[0]")})
+    assert told.score.scores[FIRST].reward == -2.0
+    # A number that is right, too.
+    alone = await play(game(options={"max_number": 1}), babbles("[1]"))
+    assert (alone.score.reward, alone.score.correct) == (-1.0, False)
 
 
 async def test_an_opponent_plays_the_other_side_of_held_out_games() -> None:
