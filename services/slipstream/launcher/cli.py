@@ -59,7 +59,8 @@ SHORT_USAGE = {
     "RUN is a name in runs/ or a path; without it, the newest run that is up is meant.",
     "report": f"usage: slipstream report [RUN]\n\nMake report.json and report.html of a run again. {OF_A_RUN}",
     "plot": "usage: slipstream plot [RUN] [--metric NAME]... [--follow]\n\n"
-    f"Draw rewards, lag, speed, mismatch and phases in the terminal. {OF_A_RUN}",
+    f"Draw rewards, lag, speed, mismatch and phases in the terminal. {OF_A_RUN}\n"
+    "NAME is a chart, such as curriculum, or any figure of a step in metrics.jsonl; `--metric list` names them.",
 }
 
 

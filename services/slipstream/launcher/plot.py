@@ -22,6 +22,8 @@ from slipstream.launcher.metrics_records import Record, read_metrics
 from slipstream.launcher.rundir import RunDir, find_services_run
 
 USAGE = "usage: slipstream plot [RUN] [--metric NAME]... [--follow]"
+LIST = "list"
+"""In place of a metric's name: says which there are."""
 MARKS = "•x+o*#@%"
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "white", "bright_black")
 ROWS = 9
@@ -68,6 +70,9 @@ def plot(arguments: Sequence[str]) -> int:
     """Run the command. Raises `ConfigError` or `RunDirError` for what it cannot make sense of."""
     reference, names, follow = parse(arguments)
     run, console = find_services_run(reference), Console(highlight=False, soft_wrap=True)
+    if LIST in names:
+        console.print("\n".join(known_metrics(collect(read_metrics(run.path / "metrics.jsonl")))))
+        return 0
     if not follow:
         console.print(page(run, names))
         return 0
@@ -123,13 +128,18 @@ def choose(records: Sequence[Record], names: Sequence[str]) -> list[Chart]:
     if not names:
         charts = [_chart(name, metrics) for name in OVERVIEW]
         return [chart for chart in charts if chart.series]
-    known = [*OVERVIEW, *metrics]
+    known = known_metrics(metrics)
     for name in names:
         if name not in known and records:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(set(known)))}"
+            meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
             raise ConfigError(f"no metric called {name!r}{meant}")
     return [chart for chart in (_chart(name, metrics) for name in names) if chart.series]
+
+
+def known_metrics(metrics: Iterable[str]) -> list[str]:
+    """What can be drawn: charts of the overview, and every figure."""
+    return sorted({*OVERVIEW, *metrics})
 
 
 def collect(records: Iterable[Record]) -> dict[str, dict[str, Points]]:

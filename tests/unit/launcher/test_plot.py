@@ -68,6 +68,15 @@ def test_a_metric_by_name_is_drawn_alone_also_from_a_path(run, capsys):
     assert "reward" not in out
 
 
+def test_metrics_are_listed_and_each_of_them_can_be_drawn(run, capsys):
+    code, out, _ = plot(capsys, "--metric", "list")
+    names = out.split()
+    assert code == 0
+    assert {"reward", "curriculum", "grad_norm", "loss"} <= set(names)
+    assert plot(capsys, *(word for name in names for word in ("--metric", name)))[0] == 0
+    assert "--metric list" in plot(capsys, "--help")[1]
+
+
 def test_an_unknown_metric_or_run_gets_one_line_with_what_was_meant(run, capsys):
     assert plot(capsys, "--metric", "gradnorm")[::2] == (
         2,
