@@ -94,6 +94,7 @@ def test_what_a_configuration_can_name_is_listed(capsys: pytest.CaptureFixture[s
     assert set(OWN) | {"import", "entry_point"} == set(listed["types"])
     assert listed["entry_points"]["echo"] == "third_party:Echo"
     assert {"chain_sum", "gcd"} <= set(listed["reasoning_gym"])
+    assert [sentence for sentence in listed["types"].values() if not sentence.endswith(".")] == []
     assert run([]) == 0
     shown = capsys.readouterr().out
     assert "  echo  third_party:Echo, of echoes 2.1" in shown
