@@ -6,6 +6,7 @@ slipstream rl @ examples/demo.toml --run.seed 1
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,10 @@ SHORT_USAGE = {
 }
 
 
+NO_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
+"""What is told of a path that can name nothing, whoever asks first whether it is there."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 and one line when it cannot be understood."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -85,11 +90,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run_command(rest))
     except (ConfigError, LauncherError) as error:
         _fail(str(error))
-    except ModuleNotFoundError as error:
-        _fail(explain_import(f"slipstream {command}", error))
     except BrokenPipeError:  # `slipstream rl --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in NO_NAMES:
+            raise
+        _fail(f"{error.filename}: {(error.strerror or '').lower()}")
+    except ModuleNotFoundError as error:
+        _fail(explain_import(f"slipstream {command}", error))
 
 
 def _fail(message: str) -> NoReturn:

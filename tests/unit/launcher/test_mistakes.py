@@ -369,3 +369,26 @@ def test_the_smollm2_examples_pass_every_check(tmp_path, monkeypatch, capsys):
             main([*asked, "--dry-run"])
         assert caught.value.code == 0, capsys.readouterr().err
     assert 'device = "cpu"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rl", "@", "base.toml", "--run.directory={}"),
+        ("rl", "@", "base.toml", "--trainer.initial_model={}"),
+        ("certs", "{}"),
+    ],
+)
+@pytest.mark.parametrize("path", ["n" * 300, "loop/a"])
+def test_a_path_that_can_name_nothing_is_told_in_one_line_by_every_command(tmp_path, monkeypatch, capsys, words, path):
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").write_text(BASE)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(SystemExit) as ended:
+        main([word.format(path) for word in words])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert path.split("/")[0] in said
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["base.toml", "loop"]
