@@ -24,7 +24,7 @@ from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
 from slipstream.launcher.resume import Resumable, earlier_s, make_ready, told
-from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, shown
+from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, removed_unless_begun, shown
 from slipstream.launcher.sentences import one_line
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
 from slipstream.launcher.session import Ending, conduct
@@ -36,8 +36,20 @@ from slipstream.launcher.valkey import socket_path, valkey_spec
 def run_rl(config: RunConfig, *, stay_up: bool, resumed: Resumable | None = None) -> int:
     """Run everything, in a directory of its own or on in that of an earlier run; returns the exit code."""
     check_memory(config)
-    run = resumed.run if resumed is not None else create_run_dir(config.run.directory, config.run.name)
-    lock, lease, display = RunLock(run), PortLease(owner=str(run.path)), open_display()
+    if resumed is not None:
+        return _run_in(resumed.run, config, stay_up=stay_up, resumed=resumed)
+    run = create_run_dir(config.run.directory, config.run.name)
+    with removed_unless_begun(run):
+        return _run_in(run, config, stay_up=stay_up, resumed=None)
+
+
+def _run_in(run: RunDir, config: RunConfig, *, stay_up: bool, resumed: Resumable | None) -> int:
+    try:
+        lock, lease = RunLock(run), PortLease(owner=str(run.path))
+    except OSError as error:
+        where = error.filename or run.path
+        raise RunDirError(f"{run.name} cannot start: {where} cannot be written: {error.strerror}") from None
+    display = open_display()
     try:
         before_s = 0.0
         if resumed is not None:

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,7 @@ from slipstream.common.auth import write_token
 from slipstream.common.config_errors import ConfigError
 from slipstream.common.config_files import read_toml
 from slipstream.common.disk import AppendFile, PatientFile
-from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.errors import LauncherError, RunDirError
 
 SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
 MAX_NAME_ATTEMPTS = 10_000
@@ -65,6 +67,11 @@ class RunDir:
     def events_file(self) -> Path:
         return self.path / "launcher.jsonl"
 
+    @property
+    def begun(self) -> bool:
+        """Whether a launcher has come as far as to start something."""
+        return self.events_file.exists()
+
     def service_config(self, replica: str) -> Path:
         return self.path / "configs" / f"{replica}.toml"
 
@@ -94,12 +101,24 @@ def create_run_dir(directory: Path, name: str) -> RunDir:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         run = RunDir(_make_unique(directory.resolve(), name))
-        for subdirectory in SUBDIRECTORIES:
-            (run.path / subdirectory).mkdir()
-        write_token(run.token_file)
+        with removed_unless_begun(run):
+            for subdirectory in SUBDIRECTORIES:
+                (run.path / subdirectory).mkdir()
+            write_token(run.token_file)
     except OSError as error:
         raise RunDirError(f"no run directory can be made in {directory}: {error.strerror}") from None
     return run
+
+
+@contextlib.contextmanager
+def removed_unless_begun(run: RunDir) -> Iterator[None]:
+    """Takes a new directory away where it fails before its run has begun, which its first event says."""
+    try:
+        yield
+    except (OSError, LauncherError):
+        if not run.begun:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def _make_unique(directory: Path, name: str) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.records import read_json_lines
 from slipstream.launcher.report import write_report
-from slipstream.launcher.rundir import RunDir, create_run_dir, find_run
+from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run, removed_unless_begun
 from slipstream.launcher.status import read_status
 
 
@@ -44,3 +47,46 @@ def test_a_name_that_no_file_can_have_is_no_run():
 def test_a_record_that_is_too_deep_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "a"}\n' + "[" * 100_000 + '\n{"kind": "b"}\n')
     assert [record["kind"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == ["a", "b"]
+
+
+def test_a_directory_whose_making_fails_half_way_is_not_left_behind(tmp_path):
+    """A file of one byte is allowed, and the token is longer; signals that come of it are Python's to ignore."""
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from slipstream.launcher.rundir import create_run_dir\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))\n"
+        "create_run_dir(Path(sys.argv[1]), 'demo')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "runs")], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert f"RunDirError: no run directory can be made in {tmp_path / 'runs'}: File too large" in ended.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_that_cannot_write_its_files_leaves_no_directory_behind(tmp_path):
+    """Its token fits; its configuration does not."""
+    (tmp_path / "base.toml").write_text('[[environments]]\ntype = "spell_backward"\n')
+    program = (
+        "import resource; from slipstream.common.config import load_config\n"
+        "from slipstream.launcher.config import RUN_CONFIG\n"
+        "from slipstream.launcher.rl import run_rl\n"
+        "config = load_config(RUN_CONFIG, ['base.toml'], ['run.name=demo', 'launcher.check_memory=false'])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n"
+        "run_rl(config, stay_up=False)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert f"RunDirError: {tmp_path / 'runs' / 'demo'} cannot be written: File too large" in ended.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_a_run_has_begun_stays_whatever_ends_it(tmp_path):
+    run = create_run_dir(tmp_path, "demo")
+    lock = RunLock(run)
+    run.record("run_started")
+    with pytest.raises(RunDirError, match="in use"), removed_unless_begun(run):
+        RunLock(run)
+    lock.release()
+    assert run.events_file.exists()
