@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -81,9 +82,12 @@ def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
     begun_s = time.monotonic()
     stopped = asked.slipstream("stop", "asked")
     assert time.monotonic() - begun_s < 20
-    assert (stopped.returncode, stopped.stdout) == (0, "asked has stopped\n")
+    lost = r"no checkpoint holds the weights: the .+ trained (is|are) lost; trainer\.checkpoint\.interval_steps sets .+"
+    assert stopped.returncode == 0
+    assert re.fullmatch(rf"asked has stopped\n{lost}\n", stopped.stdout), stopped.stdout
     assert asked.end(5.0) == 0, "a stop that was asked for is no failure"
     assert "asked was stopped: " in asked.output
+    assert re.search(rf"(?m)^{lost}$", asked.output), "the launcher says so, too"
     assert asked.report()["state"] == "stopped"
     assert asked.left_after(0.5) == []
     assert "service_killed" not in (asked.path / "launcher.jsonl").read_text(), "all drained by themselves"

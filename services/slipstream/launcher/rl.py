@@ -16,6 +16,7 @@ from slipstream.launcher import progress
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.display import Display, finish_telling, open_display, tell
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.lost import lost_sentence
 from slipstream.launcher.mooncake import mooncake_specs
 from slipstream.launcher.needs import check_memory
 from slipstream.launcher.ports import PortLease, assign_endpoints, take_ports
@@ -190,12 +191,14 @@ def conclude(run: RunDir, ending: Ending, latest: run_pb2.Run, wall_s: float, di
     run.record("run_ended", exit_code=ending.exit_code, reason=ending.sentence, stopped=ending.stopped)
     display.close()
     figures = _figures(run, latest, wall_s, _report(run))
+    stopped = ending.stopped or latest.state == run_pb2.RUN_STATE_STOPPED
     if ending.sentence:
         sentence = one_line(ending.sentence, shown(run.path / "report.json"))
         tell(f"{run.name} ended: {sentence} ({figures})", sys.stderr)
     else:
-        stopped = ending.stopped or latest.state == run_pb2.RUN_STATE_STOPPED
         tell(f"{run.name} {'was stopped' if stopped else 'finished'}: {figures}")
+    if (ending.sentence or stopped) and (lost := lost_sentence(run)):
+        tell(lost, sys.stderr if ending.sentence else None)
     finish_telling()
     return ending.exit_code
 

@@ -10,6 +10,7 @@ import tomllib
 
 from slipstream.common.config import ConfigError
 from slipstream.launcher.config import LauncherSection
+from slipstream.launcher.lost import lost_sentence
 from slipstream.launcher.resume import writes_checkpoints
 from slipstream.launcher.rundir import RunDir, is_fine_tuning, launcher_pid
 from slipstream.launcher.session import ASKED_TO_STOP
@@ -38,7 +39,11 @@ def stop_run(run: RunDir) -> int:
 
 def _say_how_to_go_on(run: RunDir) -> None:
     with contextlib.suppress(ConfigError):  # it may have ended before it wrote its configuration
-        if not is_fine_tuning(run) and writes_checkpoints(run):
+        if is_fine_tuning(run):
+            return
+        if sentence := lost_sentence(run):
+            print(sentence)
+        if writes_checkpoints(run):
             print(f"it can go on: slipstream rl --resume {run.name}")
 
 

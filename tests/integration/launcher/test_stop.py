@@ -33,6 +33,7 @@ def test_stop_waits_as_long_as_the_run_may_take(tmp_path):
 def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
     run = create_run_dir(tmp_path, "demo")
     run.config_file.write_text("[trainer.checkpoint]\ninterval_steps = 10\n")
+    (run.path / "metrics.jsonl").write_text('{"kind":"step","step":1}\n')
     assert stop_run(run) == 0
     with subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
@@ -44,6 +45,8 @@ def test_stop_ends_the_launcher_and_waits_for_it(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "demo is not running",
         "demo has stopped",
+        "no checkpoint holds the weights: the one step trained is lost; "
+        "trainer.checkpoint.interval_steps sets how often one is written",
         "it can go on: slipstream rl --resume demo",
     ]
 

@@ -40,6 +40,30 @@ def test_a_run_that_took_traces_has_a_trace_file_at_its_end(synthetic_run, write
     assert "train_step" in names, "what else was done is there, too"
 
 
+@pytest.mark.parametrize("ending", [Ending(0, "", stopped=True), Ending(130, "stopped by SIGINT")])
+def test_an_early_end_says_which_steps_no_weights_are_left_of(synthetic_run, capsys, ending):
+    option = "trainer.checkpoint.interval_steps sets how often one is written"
+
+    def last_line() -> str:
+        conclude(synthetic_run, ending, run_pb2.Run(), 9.0, LineDisplay())
+        told = capsys.readouterr()
+        return (told.err or told.out).splitlines()[-1]
+
+    assert last_line() == f"no checkpoint holds the weights: the 20 steps trained are lost; {option}"
+    for step, says in ((7, "steps 8 to 20 are lost"), (19, "step 20 is lost")):
+        checkpoint = synthetic_run.path / "checkpoints" / f"1.{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "COMPLETE").touch()
+        assert last_line() == f"a checkpoint holds the weights up to step {step}; {says}; {option}"
+    (synthetic_run.path / "checkpoints" / "final").mkdir()
+    assert "lost" not in last_line()
+
+
+def test_a_run_that_finished_has_lost_nothing(synthetic_run, capsys):
+    conclude(synthetic_run, Ending(0), run_pb2.Run(), 9.0, LineDisplay())
+    assert "lost" not in capsys.readouterr().out
+
+
 def test_a_finished_run_tells_when_how_well_and_where(synthetic_run, capsys):
     write_report(synthetic_run)
     code, printed = status(synthetic_run, capsys)
