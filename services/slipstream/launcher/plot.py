@@ -47,6 +47,7 @@ OVERVIEW: dict[str, tuple[str, ...]] = {
     "roles": ("reward_by_role",),
     "accuracy": ("accuracy",),
     "curriculum": ("success_rate_by_part",),
+    "teacher": ("teacher_kl",),
     "lag": ("lag_mean", "lag_max"),
     "tokens_per_s": ("tokens_per_s",),
     "mismatch": ("mismatch_kl", "mismatch_policy_lag", "mismatch_stale_kv", "mismatch_numeric"),
@@ -59,6 +60,7 @@ TITLES = {
     "roles": "reward by role: mean over all rollouts that ended since the step before",
     "accuracy": "accuracy on held-out problems",
     "curriculum": "success rates that choose tasks",
+    "teacher": "KL to the teacher, nats a token",
     "lag": "lag of trained groups, versions",
     "tokens_per_s": "tokens sampled a second",
     "mismatch": "mismatch of trainer and engine, nats",
@@ -85,7 +87,7 @@ def plot(arguments: Sequence[str]) -> int:
             if console.is_terminal:
                 console.clear()
             console.print(text)
-        if _ended(run):
+        if _ended(read_metrics(run.path / "metrics.jsonl")):
             return 0
         time.sleep(FOLLOW_S)
 
@@ -117,6 +119,8 @@ def page(run: RunDir, names: Sequence[str]) -> Text:
     steps = [record for record in records if record.get("kind") == "step"]
     title = f"{run.name}: {steps[-1]['step'] if steps else 0} steps"
     charts = [draw(chart) for chart in choose(records, names)]
+    if not charts and _ended(records):
+        return Text(f"{title}, nothing to draw: the run recorded no {' and no '.join(names) or 'figures'}")
     if not charts:
         return Text(f"{title}, nothing to draw yet")
     return Text("\n\n").join([Text(title, style="bold"), *charts])
@@ -231,7 +235,7 @@ def _size_bytes(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _ended(run: RunDir) -> bool:
+def _ended(records: Iterable[Record]) -> bool:
     """Whether the run is over, by its own records."""
-    kinds = {r.get("state") for r in read_metrics(run.path / "metrics.jsonl") if r["kind"] == "run"}
+    kinds = {record.get("state") for record in records if record.get("kind") == "run"}
     return bool(kinds & {"finished", "failed", "stopped"})

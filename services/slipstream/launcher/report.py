@@ -71,6 +71,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
         "overlap_fraction": overlap_fraction(records),
         **{part: weighted_mean(steps, part, "trained_tokens") for part in MISMATCH_PARTS},
         **replay_figures(steps),
+        "teacher_kl": weighted_mean(steps, "teacher_kl", "trained_tokens"),
         "ratio_p999": largest(steps, "ratio_p999"),
         "pure_max_abs_diff": largest(steps, "pure_max_abs_diff"),
         "routes_unknown_fraction": weighted_mean(steps, "routes_unknown_fraction", "tokens"),

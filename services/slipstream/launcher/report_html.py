@@ -197,7 +197,11 @@ def _environments(records: RunRecords) -> list[str]:
 def _optimisation(steps: list[Record], window: int) -> list[str]:
     entropy = curve(steps, "entropy")
     norm = curve(steps, "grad_norm")
+    teacher = curve(steps, "teacher_kl")
     cards = []
+    if teacher:
+        lines = [Series("KL", teacher, BLUE, faint=True), Series("KL", charts.smooth(teacher, window), BLUE)]
+        cards.append(_card("KL to the teacher", charts.line_chart(lines, x_label="step", y_label="nats a token")))
     if entropy:
         lines = [Series("entropy", entropy, TEAL, faint=True), Series("entropy", charts.smooth(entropy, window), TEAL)]
         cards.append(_card("Entropy of the policy", charts.line_chart(lines, x_label="step", y_label="nats a token")))

@@ -98,6 +98,20 @@ def test_a_run_that_has_just_begun_or_is_writing_is_no_error(run, capsys):
     assert "loss 0.5" in plot(capsys, "--metric", "loss")[1]
 
 
+def test_a_run_that_has_ended_without_a_metric_is_not_waited_for(run, capsys):
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind":"run","state":"finished"}\n')
+    said = "recorded: 25 steps, nothing to draw: the run recorded no roles\n"
+    assert plot(capsys, "--metric", "roles") == (0, said, "")
+
+
+def test_the_kl_to_a_teacher_is_drawn_unless_told(run, capsys):
+    assert "teacher" not in plot(capsys)[1]
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind":"step","step":26,"teacher_kl":0.25}\n')
+    assert "KL to the teacher, nats a token  • teacher_kl 0.25" in plot(capsys)[1]
+
+
 def test_following_a_run_that_has_ended_shows_it_and_ends(run, capsys):
     code, out, _ = plot(capsys, "--follow")
     assert code == 0

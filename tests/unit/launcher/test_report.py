@@ -120,6 +120,19 @@ def test_rewards_by_role_are_drawn(tmp_path, write_lines):
     }
 
 
+def test_the_kl_to_a_teacher_is_a_figure_and_a_chart_where_there_is_one(tmp_path, synthetic_run, write_lines):
+    write_lines(tmp_path / "metrics.jsonl", [
+        {"kind": "step", "time_s": 1.0, "step": 1, "teacher_kl": 0.5, "loss_tokens": 10},
+        {"kind": "step", "time_s": 2.0, "step": 2, "teacher_kl": 0.2, "loss_tokens": 20},
+    ])  # fmt: skip
+    write_report(RunDir(tmp_path))
+    assert "KL to the teacher" in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "report.json").read_text())["teacher_kl"] == pytest.approx(0.3)
+    write_report(synthetic_run)
+    assert "teacher" not in (synthetic_run.path / "report.html").read_text()
+    assert json.loads((synthetic_run.path / "report.json").read_text())["teacher_kl"] is None
+
+
 def test_overlap_is_training_time_with_any_decode_over_training_time(synthetic_run):
     # Training runs from 0.0 to 0.6 of each step, both decode workers from 0.1 to 0.9.
     assert build_report(read_run(synthetic_run))["overlap_fraction"] == pytest.approx(5 / 6, abs=1e-3)
