@@ -28,6 +28,12 @@ LEGEND = (
     "training begins; groups: ready for the next step; reward: mean since the last step;",
     "lag: versions behind; tokens/s: sampled; filtered: groups whose rewards do not differ",
 )
+PANEL_WIDTH = 90
+PANEL_FRAME = 4
+"""Of the width, what the panel's sides take."""
+GAPS = (3, 2)
+SPARED = ("lag", "tokens/s", "filtered", "groups")
+"""Figures that a narrow panel leaves out, the first of them first."""
 METRICS_FILE = "metrics.jsonl"
 """Of the run's directory: it has what is cut here."""
 
@@ -131,6 +137,18 @@ class LineDisplay:
         pass
 
 
+def fitting(values: list[tuple[str, str]], width: int) -> tuple[list[tuple[str, str]], int]:
+    """Those that have room beside each other, and the gap between them: of a narrow panel some are left out."""
+    shown = list(values)
+    for spared in (None, *SPARED):
+        shown = [value for value in shown if value[0] != spared]
+        taken = sum(max(map(len, value)) for value in shown)
+        for gap in GAPS:
+            if taken + gap * (len(shown) - 1) <= width:
+                return shown, gap
+    return shown, GAPS[-1]
+
+
 class PanelDisplay:
     """A panel that is redrawn in place; lines that stay go above it."""
 
@@ -157,12 +175,17 @@ class PanelDisplay:
         self._draw(phase, fraction, rest, one_line(run.reason, METRICS_FILE) if paused(run) else "")
 
     def _draw(self, title: str, fraction: float, values: list[tuple[str, str]], note: str = "") -> None:
-        table = Table.grid(padding=(0, 3))
-        table.add_row(*(Text(name, style="dim") for name, _ in values), Text("so far", style="dim"))
-        table.add_row(*(Text(value, style="bold") for _, value in values), duration(time.monotonic() - self._begun_s))
+        width = min(self._console.width, PANEL_WIDTH)
+        so_far = ("so far", duration(time.monotonic() - self._begun_s))
+        values, gap = fitting([*values, so_far], width - PANEL_FRAME)
+        table = Table.grid(padding=(0, gap))
+        for _ in values:
+            table.add_column(no_wrap=True)  # or the panel's height would change
+        table.add_row(*(Text(name, style="dim") for name, _ in values))
+        table.add_row(*(Text(value, style="" if name == "so far" else "bold") for name, value in values))
         bar = Padding(ProgressBar(total=1.0, completed=fraction), 0)  # padded, or it does not end its line
         parts = [bar, table, Text(note, style="yellow")] if note else [bar, table]
-        self._live.update(Panel(Group(*parts), title=title, title_align="left", width=min(self._console.width, 90)))
+        self._live.update(Panel(Group(*parts), title=title, title_align="left", width=width))
 
     def close(self) -> None:
         self._live.stop()

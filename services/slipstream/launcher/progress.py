@@ -212,4 +212,6 @@ def _percent(accuracies: dict[str, float], name: str) -> str:
 
 def duration(seconds: float) -> str:
     minutes, rest = divmod(max(round(seconds), 0), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

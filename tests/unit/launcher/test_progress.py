@@ -7,7 +7,7 @@ from rich.console import Console
 
 from slipstream.api.run.v1 import run_pb2
 from slipstream.launcher.display import LEGEND, LineDisplay, PanelDisplay
-from slipstream.launcher.progress import TimeLeft, facts, outcome
+from slipstream.launcher.progress import TimeLeft, duration, facts, outcome
 from slipstream.launcher.sentences import LIMIT_CHARACTERS, one_line
 
 
@@ -181,3 +181,28 @@ def test_the_panel_names_every_figure_above_its_value(capsys):
     named = next(index for index, line in enumerate(lines) if "reward" in line)
     assert lines[named].split()[1:5] == ["step", "reward", "lag", "tokens/s"]
     assert lines[named + 1].split()[1:5] == ["31/170", "0.62", "1.4", "2310"]
+
+
+@pytest.mark.parametrize(("width", "total"), [(90, 170), (80, 170), (80, 100_000), (60, 170)])
+def test_a_panel_keeps_its_height_on_a_narrow_terminal(capsys, width, total):
+    for filtered in (0.0, 31.0):
+        display = PanelDisplay(Console(width=width, force_terminal=True, color_system=None))
+        metrics = {"reward_mean": 0.618, "lag_mean": 1.44, "tokens_per_s": 2310.4, "groups_ready": 31.0}
+        metrics |= {"groups_per_step": 32.0, "groups_filtered_since_step": filtered}
+        display.show(run_pb2.Run(phase="training", step=total - 1, total_steps=total, metrics=metrics))
+        display.close()
+        panel = capsys.readouterr().out.rpartition("╭")[2].partition("╯")[0]
+        lines = panel.splitlines()
+        assert len(lines) == 5, panel
+        assert "so far" in lines[2]
+        assert f"{total - 1}/{total} " in lines[3]
+    assert "31 of 32" in panel
+    assert ("2310" in panel) is (width > 60)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(59.4, "59 s"), (335, "5 min 35 s"), (3599.4, "59 min 59 s"), (3600, "1 h 00 min"), (15548, "4 h 19 min")],
+)
+def test_a_time_is_told_in_its_largest_two_units(seconds, said):
+    assert duration(seconds) == said
