@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -104,7 +105,7 @@ def check_ports(
 
 
 def check_socket_path(directory: Path, name: str) -> Finding:
-    length = len(os.fsencode(directory.resolve() / name / "valkey.sock"))
+    length = len(os.fsencode(Path(os.path.realpath(directory)) / name / "valkey.sock"))
     if length > MAX_SOCKET_PATH_BYTES:
         figure = f"{length} bytes, above {MAX_SOCKET_PATH_BYTES}: a temporary directory holds the socket"
         return Finding("warn", "socket path", figure, "choose a shorter run.directory to keep it with the run")
@@ -115,6 +116,8 @@ def check_directory(directory: Path, name: str) -> Finding:
     """Write, sync and lock where the run will, and see who is there."""
     parent = existing(directory)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            directory.stat()  # a loop of links is no place to make one
         with tempfile.TemporaryDirectory(dir=parent, prefix=".slipstream-doctor-") as scratch:
             problem = _file_works(Path(scratch) / "file")
     except OSError as error:
@@ -154,7 +157,7 @@ def _file_works(path: Path) -> str:
 
 def existing(directory: Path) -> Path:
     """The directory, or the nearest one above it that is there."""
-    directory = directory.resolve()
+    directory = Path(os.path.realpath(directory))  # unlike `resolve`, it takes a loop of links
     return next((path for path in (directory, *directory.parents) if path.is_dir()), Path("/"))
 
 

@@ -206,6 +206,13 @@ def test_a_long_path_of_the_socket(tmp_path):
     assert of_run.check_socket_path(tmp_path / ("x" * 120), "demo").state == "warn"
 
 
+def test_a_loop_of_links_is_no_run_directory(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    finding = of_run.check_directory(tmp_path / "loop" / "runs", "demo")
+    assert finding.state == "FAILED"
+    assert "Too many levels of symbolic links" in finding.figure
+
+
 def test_a_directory_that_takes_no_files():
     finding = of_run.check_directory(Path("/proc/self"), "demo")
     assert finding.state == "FAILED"
