@@ -28,12 +28,15 @@ class Extremes:
 
 def extremes_of(rollouts: Iterable[Record]) -> Extremes:
     """One pass over annotated rollouts, which may be many. Of equal ones the latest count more."""
-    best, worst, delayed = _Top(_reward), _Top(_lowness), _Top(_delay)
+    best, worst, delayed = _TopOfGroups(_reward), _TopOfGroups(_lowness), _Top(_delay)
     for record in rollouts:
         if record.get("purpose") == "training":
             for top in (best, worst, delayed):
                 top.offer(record)
-    return Extremes(best.records(), worst.records(), delayed.records())
+    found = Extremes(best.records(), worst.records(), delayed.records())
+    if found.best and float(found.best[0].get("reward", 0)) == float(found.worst[0].get("reward", 0)):
+        found.worst = []  # all earned the same
+    return found
 
 
 def _reward(record: Record) -> Rank:
@@ -60,7 +63,7 @@ class _Top:
         rank = self._rank(record)
         if len(self._heap) == SHOWN and rank <= self._heap[0][0]:
             return
-        entry = (rank, next(self._numbers), {name: value for name, value in record.items() if name not in BULKY})
+        entry = (rank, next(self._numbers), _slim(record))
         if len(self._heap) < SHOWN:
             heapq.heappush(self._heap, entry)
         else:
@@ -70,11 +73,47 @@ class _Top:
         return [record for _, _, record in sorted(self._heap, key=lambda entry: (entry[0], entry[1]), reverse=True)]
 
 
+class _TopOfGroups:
+    """The same of different groups, filled up with others where there are not so many."""
+
+    def __init__(self, rank: Callable[[Record], Rank]) -> None:
+        self._rank = rank
+        self._all = _Top(rank)
+        self._by_group: dict[str, Record] = {}
+
+    def offer(self, record: Record) -> None:
+        self._all.offer(record)
+        group = str(record.get("group_id"))
+        lowest = group
+        if group not in self._by_group:
+            if len(self._by_group) < SHOWN:
+                self._by_group[group] = _slim(record)
+                return
+            lowest = min(self._by_group, key=lambda name: self._rank(self._by_group[name]))
+        if self._rank(record) > self._rank(self._by_group[lowest]):
+            del self._by_group[lowest]
+            self._by_group[group] = _slim(record)
+
+    def records(self) -> list[Record]:
+        found = list(self._by_group.values())
+        names = {record.get("rollout") for record in found}
+        found += [record for record in self._all.records() if record.get("rollout") not in names]
+        return sorted(found[:SHOWN], key=self._rank, reverse=True)
+
+
+def _slim(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name not in BULKY}
+
+
 def extreme_tables(extremes: Extremes) -> list[tuple[str, str, str]]:
     """For each end: its title, its table, and a note. None where nothing was recorded."""
     shown = (
-        ("The best rewards", extremes.best, "Of equal ones the latest. Filtered ones are among them."),
-        ("The worst rewards", extremes.worst, "Of equal ones the latest."),
+        (
+            "The best rewards",
+            extremes.best,
+            "Of different groups, and of equal ones the latest. Filtered ones are among them.",
+        ),
+        ("The worst rewards", extremes.worst, "Of different groups, and of equal ones the latest."),
         (
             "The most delayed",
             extremes.delayed,

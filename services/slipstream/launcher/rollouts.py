@@ -37,7 +37,7 @@ RUN is a name in runs/ or a path; without it, the newest run is meant.
   --text WORDS           with these words in prompt, answer or verdict, in capitals or not
   --sort KEY             by time, reward, tokens, turns, seconds, lag or step, the largest first; -KEY the smallest
   --limit N              that many at most; 0 means all. 20 unless told
-  --show ROLLOUT         one rollout whole, its tokens coloured by version
+  --show ROLLOUT         one rollout whole, its tokens coloured by version; that of a session by its id, too
   --json                 whole records, a line each, for programs
 """
 LIMIT = 20
@@ -128,7 +128,7 @@ def _order(query: Query) -> Callable[[Record], float]:
 def _show(run: RunDir, name: str, *, as_json: bool) -> int:
     near: list[str] = []
     for record in annotated(run):
-        if record["rollout"] == name:
+        if name in (record["rollout"], record.get("session_id")):
             break
         if str(record.get("group_id")) == name and len(near) < 4:
             near.append(record["rollout"])

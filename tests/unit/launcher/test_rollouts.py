@@ -12,6 +12,7 @@ import pytest
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 from slipstream.launcher.cli import main
 from slipstream.launcher.report import write_report
+from slipstream.launcher.report_rollouts import extremes_of
 from slipstream.launcher.rundir import RunDir
 
 CODEC = TextCodec(build_tokenizer())
@@ -225,6 +226,27 @@ def test_the_report_shows_the_best_the_worst_and_the_most_delayed(run):
     assert best < page.index("train-4.1.0") < worst < page.index("train-0.1.0") < delayed
     assert delayed < page.index("trained at step 3, lag 2", delayed) < page.index("train-0.1.0", delayed)
     assert "before-spell" not in page[best:]
+
+
+def test_the_rollout_of_a_session_is_shown_by_the_sessions_id_too(run, capsys, write_rollouts):
+    session = rollout(8, environment="", session_id="session-1", completion="of the agent")
+    write_rollouts(run / "rollouts" / "runner-2.jsonl.zst", [session])
+    code, whole, _ = shown(capsys, "--show", "session-1")
+    assert code == 0
+    assert "session-1, of an outside agent" in whole
+    assert shown(capsys, "--show", "train-8.1.0")[1] == whole
+
+
+def test_the_best_are_of_different_groups_and_equal_rewards_have_no_worst():
+    def named(position: int, sample: int, reward: float) -> dict[str, object]:
+        return rollout(position, sample, rollout=f"{position}.{sample}", reward=reward)
+
+    alike = extremes_of(named(position, sample, 0.5) for position in range(6) for sample in range(4))
+    assert [record["rollout"] for record in alike.best] == ["5.0", "4.0", "3.0", "2.0"]
+    assert alike.worst == []
+    mixed = extremes_of(named(position, sample, float(sample)) for position in range(2) for sample in range(4))
+    assert [record["rollout"] for record in mixed.best] == ["1.3", "0.3", "1.2", "0.2"]
+    assert [record["rollout"] for record in mixed.worst] == ["1.0", "0.0", "1.1", "0.1"]
 
 
 def test_roles_are_shown_with_their_rewards(run, capsys, write_rollouts):
