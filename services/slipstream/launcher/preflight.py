@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,6 +157,7 @@ def _ask(module: str, asked: dict[str, Any], what: str, read: Callable[[Any], T]
     finally:
         if process.poll() is None:
             process.send_signal(END_NOW)
+            process.send_signal(signal.SIGCONT)  # their code may have stopped it
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=PROBE_END_TIMEOUT_S)
     try:

@@ -202,6 +202,12 @@ def failure_of(reply: dict[str, Any], environment: str) -> SlipstreamError:
     return kind(reply["error"], environment=environment)
 
 
+def _tell_reaper(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    process.send_signal(number)
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)  # environment code may have stopped it
+
+
 class EnvironmentWorker:
     """Owns one environment worker process, and, through `common/reaper.py`, all that it starts."""
 
@@ -494,18 +500,18 @@ class EnvironmentWorker:
     def _kill(self) -> None:
         """A worker whose code does not come back is of no more use to anyone, nor is what it started."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(END_NOW)
+            _tell_reaper(self._process, END_NOW)
 
     async def _end_process(self) -> None:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.terminate()
+        _tell_reaper(process, signal.SIGTERM)
         for escalation in (END_NOW, signal.SIGKILL):
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await process.wait()
                     return
             except TimeoutError:
-                process.send_signal(escalation)
+                _tell_reaper(process, escalation)
         await process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from slipstream.common.sandbox_client import SandboxLimits
 from slipstream.environments.base import Completion, Score, Split, Task
@@ -57,6 +60,17 @@ class Counting:
             case "leaves a process and hangs":
                 self._leave()
                 time.sleep(3600)  # noqa: ASYNC251 blocking is the point
+            case "leaves a process and kills its parent":
+                self._leave()
+                os.kill(os.getppid(), signal.SIGKILL)
+                await asyncio.sleep(3600)
+            case "leaves a process and stops those that guard it":
+                self._leave()
+                reaper = psutil.Process().parent()
+                assert reaper is not None
+                os.kill(reaper.ppid(), signal.SIGSTOP)
+                os.kill(reaper.pid, signal.SIGSTOP)
+                os._exit(3)
             case "never answers":
                 await asyncio.sleep(3600)
             case "leaks":

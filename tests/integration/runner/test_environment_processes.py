@@ -123,7 +123,16 @@ async def test_of_several_processes_one_that_dies_costs_its_own_episodes(
         assert await pool.turn(task, episodes[0].number, says, stopped=True) is not None
 
 
-@pytest.mark.parametrize("behaviour", ["leaves a process", "leaves a process and dies", "leaves a process and hangs"])
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        "leaves a process",
+        "leaves a process and dies",
+        "leaves a process and hangs",
+        "leaves a process and kills its parent",
+        "leaves a process and stops those that guard it",
+    ],
+)
 async def test_what_environment_code_started_ends_with_its_process(
     start_world: Any, tmp_path: Path, behaviour: str
 ) -> None:

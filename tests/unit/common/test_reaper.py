@@ -53,7 +53,17 @@ def run(program: str, left: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("", 0), ("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), 15)", -15)],
+    [
+        ("", 0),
+        ("os._exit(7)", 7),
+        ("os.kill(os.getpid(), 9)", -9),
+        ("os.kill(os.getpid(), 15)", -15),
+        ("os.killpg(0, 9)", -9),
+        ("import signal; signal.signal(2, signal.SIG_DFL); os.killpg(0, 2); time.sleep(3600)", -2),
+        ("os.kill(os.getppid(), 2); os._exit(7)", 7),
+        ("os.kill(os.getppid(), 9); time.sleep(3600)", -9),
+        ("os.kill(os.getppid(), 19); os._exit(7)", 7),
+    ],
 )
 def test_what_a_program_left_ends_with_it_and_its_own_end_is_told(left: Path, end: str, code: int) -> None:
     process = run(LEAVES + end, left)
@@ -69,6 +79,35 @@ def test_a_program_that_is_ended_at_once_takes_what_it_left_with_it(left: Path) 
     assert not lives(int(left.read_text()))
 
 
+STOPS_BOTH = """
+with open(f"/proc/{os.getppid()}/stat") as file:
+    keeper = int(file.read().rpartition(")")[2].split()[1])
+os.kill(keeper, 19)
+os.kill(os.getppid(), 19)
+time.sleep(3600)
+"""
+
+
+def test_a_program_that_stops_both_of_those_that_guard_it_is_ended_all_the_same(left: Path) -> None:
+    process = run(LEAVES + STOPS_BOTH, left)
+    until(left.exists)
+    reaper = psutil.Process(process.pid).children()[0]
+    until(lambda: reaper.status() == psutil.STATUS_STOPPED)
+    process.send_signal(END_NOW)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert not lives(int(left.read_text()))
+
+
+def test_all_of_it_ends_when_the_keeper_alone_is_killed(left: Path) -> None:
+    process = run(LEAVES + "time.sleep(3600)", left)
+    until(left.exists)
+    pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process.kill()
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    until(lambda: not any(map(lives, [*pids, int(left.read_text())])))
+
+
 def test_a_program_may_end_in_its_own_way_when_asked_to(left: Path) -> None:
     heeds = "import signal\nsignal.signal(15, lambda *_: sys.exit(5))\n"
     process = run(heeds + LEAVES + "time.sleep(3600)", left)
@@ -82,7 +121,8 @@ def test_what_a_program_left_while_it_runs_does_not_end(left: Path) -> None:
     process = run(LEAVES + "sys.stdin.close(); time.sleep(3600)", left)
     until(left.exists)
     pid = int(left.read_text())
-    until(lambda: psutil.Process(pid).ppid() == process.pid)  # adopted
+    (reaper,) = psutil.Process(process.pid).children()
+    until(lambda: psutil.Process(pid).ppid() == reaper.pid)  # adopted
     assert lives(pid)
     process.send_signal(END_NOW)
     process.wait(DEADLINE_S)
@@ -97,12 +137,13 @@ def test_all_of_it_ends_with_a_parent_that_is_killed(left: Path, tmp_path: Path)
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
-        reaper = int(process.stdout.readline())
+        keeper = int(process.stdout.readline())
         until(left.exists)
-        children = psutil.Process(reaper).children
+        (reaper,) = psutil.Process(keeper).children()
+        children = reaper.children
         until(lambda: int(left.read_text()) in {child.pid for child in children()})  # adopted
-        pids = [reaper, *(child.pid for child in children())]
-        assert len(pids) == 3  # the program, and what it left
+        pids = [keeper, reaper.pid, *(child.pid for child in children())]
+        assert len(pids) == 4  # the program, and what it left
         os.killpg(process.pid, signal.SIGKILL)
     until(lambda: not any(map(lives, pids)))
 
