@@ -6,6 +6,7 @@
 | `invalid_utf8` | bytes that are no text, or text with half of a character in it |
 | `nested_too_deep` | lists and objects within one another, more than templates and encoders go down |
 | `number_out_of_range` | NaN, Infinity, what no float holds, an integer of more digits than anything needs |
+| `too_many_elements` | more values, or keys, than any conversation has: what reads them would hold up all others |
 | `duplicate_key` | a key twice in one object: who reads it would choose which one counts |
 """
 
@@ -22,6 +23,8 @@ MAX_DEPTH = 64
 """Of lists and objects in one another: templates and encoders go down by themselves."""
 MAX_DIGITS = 400
 """Of an integer; a float holds none of more than 309."""
+MAX_ELEMENTS = 32768
+"""Of values in all lists and objects of a body: each takes microseconds of the one loop that serves everybody."""
 SHOWN_CHARS = 64
 
 
@@ -35,6 +38,7 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise Refusal(
             400, f"the body is no UTF-8: byte {error.start} begins no character", code="invalid_utf8"
         ) from None
+    _check_elements(body)
     try:
         given = json.loads(
             text,
@@ -53,6 +57,21 @@ def read_object(body: bytes) -> dict[str, Any]:
     if "\\u" in text:  # an escape may be half of a character
         _check_characters(given)
     return given
+
+
+def _check_elements(body: bytes) -> None:
+    """Before anything is made of them. What is no string lies between quotes, less those that are escaped.
+
+    Ends of lists and objects are counted: what has none is nested, of which the parser has a bound of its own.
+    """
+    if body.count(b",") + body.count(b"]") + body.count(b"}") <= MAX_ELEMENTS:
+        return
+    parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 4 * MAX_ELEMENTS)  # keys are strings, too
+    count = sum(part.count(mark) for part in parts[::2] for mark in (b",", b"]", b"}"))
+    if count > MAX_ELEMENTS or len(parts) > 4 * MAX_ELEMENTS:
+        raise Refusal(
+            400, f"the body has more than {MAX_ELEMENTS} values in its lists and objects", code="too_many_elements"
+        )
 
 
 def _check_depth(given: Any) -> None:

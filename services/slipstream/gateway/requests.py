@@ -7,10 +7,10 @@ Fields that change nothing about an answer are taken and mean nothing here: `use
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slipstream.api.rollout.v1 import session_pb2
 from slipstream.gateway.json_body import read_object
@@ -18,10 +18,21 @@ from slipstream.gateway.refusals import Refusal, unsupported
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MAX_PARTS = 4096
+"""Of a message's content."""
 
 
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown(cls, given: Any) -> Any:
+        """Of fields that there are not, one is told: each would be an error of its own."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        unknown = next(name for name in given if name not in cls.model_fields)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == unknown}
 
 
 class _Echoed(BaseModel):
@@ -48,9 +59,9 @@ class Part(_Asked):
 
 class Message(_Asked):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: str | None = Field(default=None, max_length=256)
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=128)
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -98,13 +109,13 @@ class _Sampled(_Asked):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -142,9 +153,9 @@ class _Sampled(_Asked):
 class ChatRequest(_Sampled):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    tools: list[Tool] | None = Field(default=None, max_length=512)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=512)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -207,7 +218,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]  # few: lists end at their first
         param = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[Part]", "list[str]"))
         unknown = first["type"] == "extra_forbidden"
         message = "there is no such field, or this gateway does not have it" if unknown else first["msg"]

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from slipstream.api.rollout.v1 import session_pb2
+from slipstream.gateway.requests import ChatRequest
 
 from .conftest import says
 
@@ -320,6 +322,59 @@ STRANGE = {
     "a temperature beyond all": r'{"model":"m","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
     "an integer of many digits": '{"model":"m","messages":[{"role":"user","content":"x"}],"seed":' + "9" * 5000 + "}",
 }
+
+
+def _asked(**fields: Any) -> bytes:
+    return json.dumps({**json.loads(ASK), **fields}).encode()
+
+
+SAID = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": ""}
+MANY = {
+    "fields": (json.dumps({f"k{n}": 1 for n in range(40_000)}).encode(), "too_many_elements", None),
+    "fields of a message": (_asked(messages=[{f"k{n}": 1 for n in range(40_000)}]), "too_many_elements", None),
+    "parts of a message": (_asked(messages=[{"role": "user", "content": [PART] * 40_000}]), "too_many_elements", None),
+    "tools that are none": (_asked(tools=[1] * 40_000), "too_many_elements", None),
+    "messages that are none": (_asked(messages=[1] * 40_000), "too_many_elements", None),
+    "strings without end": (b"[" + b'"",' * 40_000, "too_many_elements", None),
+    "some fields": (_asked(**{f"k{n}": 1 for n in range(9000)}), "unknown_parameter", "k0"),
+    "some fields of a message": (
+        _asked(messages=[{**SAID, **{f"k{n}": 1 for n in range(9000)}}]), "unknown_parameter", "messages.0.k0"
+    ),
+    "some parts": (_asked(messages=[{**SAID, "content": [PART] * 5000}]), "invalid_value", "messages.0.content"),
+    "some tools": (_asked(tools=[1] * 9000), "invalid_value", "tools.0"),
+    "some messages": (_asked(messages=[1] * 9000), "invalid_value", "messages.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MANY)
+async def test_what_one_body_may_hold_is_bounded_before_it_is_looked_at(make_world: Make, kind: str) -> None:
+    body, code, param = MANY[kind]
+    async with make_world() as world:
+        reader, writer = await _send(world.http.port, _post(body))
+        status, answer = await _answer(reader)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, code, param)
+        assert not world.runner.turns
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["1," * 300_000, '"\\,[{' * 40_000, "\\" * 40_001 + ',"' * 40_000], ids=["table", "code", "backslashes"]
+)
+async def test_marks_within_a_text_are_no_values(make_world: Make, text: str) -> None:
+    async with make_world() as world:
+        reader, writer = await _send(world.http.port, _post(_asked(messages=[{"role": "user", "content": text}])))
+        assert (await _answer(reader))[0] == 200
+        assert world.runner.turns[0].messages[0].content == text
+        writer.close()
+
+
+def test_the_errors_of_one_body_are_few() -> None:
+    wrong = {f"k{n}": 1 for n in range(1000)}
+    fields = {"messages": [wrong, *[1] * 1000], "tools": [wrong, *[1] * 1000], "stop": [1] * 1000, **wrong}
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest.model_validate(fields)
+    assert refused.value.error_count() < 16
 
 
 @pytest.mark.parametrize("kind", STRANGE)
