@@ -49,7 +49,7 @@ def distillation_loss(
     (arXiv:2306.13649, section 3.1, with the reverse KL; thinkingmachines.ai/blog/on-policy-distillation). Only the
     teacher's log-probabilities of the sampled tokens are needed. `gap_cap` bounds what one weighs that the teacher
     finds next to impossible (rLLM's `clip_advantages`); without it nothing is clamped. `teacher_kl` is the mean
-    of `log p - log u`, which falls towards 0. Raises `ValueError` without a teacher.
+    of `log p - log u`, which falls towards 0; of no tokens there is none. Raises `ValueError` without a teacher.
     """
     if tokens.teacher_logp_T is None:
         raise ValueError("distillation needs the teacher's log-probabilities")
@@ -59,4 +59,5 @@ def distillation_loss(
     advantage_T = reward_coefficient * tokens.advantage_T + kl_coefficient * bounded_T
     weight_T = (new_logp_T - tokens.old_logp_T).exp().clamp(max=ratio_cap)
     loss = mean_over(-weight_T * advantage_T * tokens.new_logp_T, tokens, totals, "tokens")
-    return LossTerms(loss, weight_T == 0, {"teacher_kl": float(-gap_T.sum() / totals.token_count)})
+    figures = {"teacher_kl": float(-gap_T.sum() / totals.token_count)} if gap_T.numel() else {}
+    return LossTerms(loss, weight_T == 0, figures)

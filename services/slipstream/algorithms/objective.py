@@ -45,7 +45,8 @@ class Objective:
             kl_T = kl_estimate(used.new_logp_T, used.reference_logp_T, self.reference_kl_estimator)
             loss = loss + self.reference_kl_coefficient * mean_over(kl_T, used, totals, "tokens")
             shown_T = kl_estimate(used.new_logp_T.detach(), used.reference_logp_T, "k3")
-            figures["reference_kl"] = float(mean_over(shown_T, used, totals, "tokens"))
+            if shown_T.numel():  # of no tokens there is none: 0 would say that they are alike
+                figures["reference_kl"] = float(mean_over(shown_T, used, totals, "tokens"))
         inactive_T = torch.ones_like(known_T)
         inactive_T[known_T] = terms.inactive_T
         return LossTerms(loss, inactive_T, figures)

@@ -231,7 +231,10 @@ class TeacherAway(SlipstreamError):
 
 
 class TeacherFailed(SlipstreamError):
-    """The teacher failed over this, alone and more than once; it goes on with other calls. Do not repeat it."""
+    """The teacher failed over this, alone and more than once, or said nothing but NaN; it goes on with other calls.
+
+    Do not repeat it.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "TEACHER_FAILED"

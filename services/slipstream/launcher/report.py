@@ -52,7 +52,7 @@ def build_report(records: RunRecords) -> dict[str, Any]:
     cancelled = cancelled_by_reason(records)
     failed = failed_by_environment(records)
     for step in steps:  # tokens that carry a gradient, where the trainer told them apart from prompts
-        step["trained_tokens"] = step.get("loss_tokens", step.get("tokens", 0))
+        step["trained_tokens"] = 0 if step.get("step_skipped") else step.get("loss_tokens", step.get("tokens", 0))
     tokens = sum(int(step["trained_tokens"]) for step in steps)
     training_s = _span_s(steps)
     return {

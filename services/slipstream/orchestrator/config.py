@@ -229,7 +229,7 @@ class OrchestratorConfig(ServiceConfig):
     `deadline_s` of an environment: a run must not end while it waits for a group that has time left."""
 
     max_skipped_steps: int = Field(default=3, ge=1)
-    """Steps in a row whose loss or gradient is not finite before the run ends."""
+    """Steps in a row whose loss or gradient is not finite, or of which nothing is known, before the run ends."""
 
     failing_environment_timeout_s: float = Field(default=60.0, gt=0)
     """An environment that only fails for this long ends the run; before, it is backed off (`breaker`)."""

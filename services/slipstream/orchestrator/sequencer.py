@@ -45,7 +45,7 @@ from slipstream.orchestrator.run_state import DISK, RunPhase, RunState
 from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_advantages, record_rows
 from slipstream.orchestrator.sessions import SessionGroup, Sessions
 from slipstream.orchestrator.signals import Signal
-from slipstream.orchestrator.skipped import NOT_FINITE, SkippedSteps
+from slipstream.orchestrator.skipped import NOT_FINITE, NOTHING_KNOWN, SkippedSteps
 from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 from slipstream.orchestrator.traces import GroupTraces
 
@@ -668,7 +668,8 @@ class Sequencer:
     ) -> list[Group]:
         """Record that the trainer made `version`; a repeat has no further effect.
 
-        `skipped`: with the weights of the version before, as its loss or gradient was not finite.
+        `skipped`: with the weights of the version before, as its loss or gradient was not finite, or nothing it
+        was to train on is known.
         """
         if version.step == 0:
             self.state.progress(self.state.phase_fraction, **trainer_metrics)
@@ -681,7 +682,8 @@ class Sequencer:
             return []
         self.lineage_step = version.step
         self.progress_at = self._clock()
-        outcome, reason = (Outcome.SKIPPED, NOT_FINITE) if skipped else (Outcome.TRAINED, "")
+        why = NOTHING_KNOWN if trainer_metrics.get("nothing_known") else NOT_FINITE
+        outcome, reason = (Outcome.SKIPPED, why) if skipped else (Outcome.TRAINED, "")
         plan = self.plans[version.step]
         if not skipped:
             self._count_trained(plan)
@@ -694,7 +696,7 @@ class Sequencer:
         self._journal.append(outcome.value, step=version.step, incarnation=version.incarnation, totals=totals)
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
         self.traces.trained(plan.attempts, version)
-        self.skipped.note(plan, skipped=skipped)
+        self.skipped.note(plan, skipped=skipped, reason=why)
         self.durations.trained()
         self._let_go()
         self._write_step(plan, trainer_metrics, step_s, skipped=skipped)

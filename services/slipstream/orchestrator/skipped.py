@@ -11,6 +11,12 @@ from slipstream.common.errors import DiskFull
 from slipstream.orchestrator.sealer import SealedPlan
 
 NOT_FINITE = "NOT_FINITE"
+NOTHING_KNOWN = "NOTHING_KNOWN"
+_WHY = {
+    NOT_FINITE: "had a loss or gradient that is not finite",
+    NOTHING_KNOWN: "had no token whose log-probabilities are known: engine, teacher or reference policy gave NaN, "
+    "infinite or positive ones",
+}
 
 
 class SkippedSteps:
@@ -27,15 +33,15 @@ class SkippedSteps:
         """Go on with the steps that an earlier process skipped last."""
         self._in_a_row = list(plans)
 
-    def note(self, plan: SealedPlan, *, skipped: bool) -> None:
-        """Take in what became of a step."""
+    def note(self, plan: SealedPlan, *, skipped: bool, reason: str = NOT_FINITE) -> None:
+        """Take in what became of a step; `reason`: why it was skipped."""
         if not skipped:
             self._in_a_row.clear()
             return
         self._in_a_row.append(plan)
         if len(self._in_a_row) >= self._limit and not self.sentence:
             steps = f"{len(self._in_a_row)} steps in a row, {self._in_a_row[0].step} to {plan.step},"
-            self.sentence = f"{steps} had a loss or gradient that is not finite; {self._save()}"
+            self.sentence = f"{steps} {_WHY[reason]}; {self._save()}"
 
     def _save(self) -> str:
         """Write the rollouts' ids; says where they are."""

@@ -15,12 +15,14 @@ from slipstream.teacher.config import TeacherConfig
 from slipstream.teacher.desk import Desk
 from slipstream.teacher.engines import start_engine
 from slipstream.teacher.servicer import TeacherServicer
+from slipstream.teacher.trial import check_teacher
 
 
 async def run(config: TeacherConfig) -> None:
     """Serve until SIGTERM."""
     engine = await start_engine(config)
     try:
+        await check_teacher(engine.score, engine.bounds, config.teacher_model)
         desk = Desk(engine.score, config.max_batch_tokens, config.max_waiting_tokens)
         telemetry.observe(lambda: desk.token_count)
         servicer = TeacherServicer(config, engine.bounds, desk)

@@ -1,7 +1,8 @@
 """Calls that wait for the teacher: taken together as long as their tokens fit one pass.
 
-A pass that fails is tried again, each of its sequences alone, so that a bad one costs its own call and no other. The
-process ends only where the teacher cannot even say what it could before: then nothing that waits can be answered.
+A pass that fails is tried again, each of its sequences alone, so that a bad one costs its own call and no other; so is
+a sequence of which the teacher says nothing but NaN, infinities or positive numbers. The process ends only where the
+teacher cannot even say what it could before: then nothing that waits can be answered.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from slipstream.common.errors import EngineFull, TeacherFailed
 from slipstream.teacher import telemetry
 from slipstream.teacher.asked import Asked, Score
+from slipstream.teacher.trial import known
 
 log = structlog.get_logger()
 
@@ -98,7 +100,9 @@ class Desk:
             await asyncio.sleep(RETRY_PAUSE_S)
             if await self._try([waiting]) is None:
                 return
-        await self._score([CHECK])
+        [answer] = await self._score([CHECK])
+        if not known(answer).all():
+            raise RuntimeError(f"the teacher gives no log-probability of two tokens but {answer.tolist()}")
         log.error("sequence_not_judged", token_count=waiting.token_count)
         if not waiting.answer.done():
             waiting.answer.set_exception(TeacherFailed(f"the teacher failed over {waiting.token_count} tokens"))
@@ -114,10 +118,17 @@ class Desk:
             return error
         telemetry.pass_seconds.observe(time.monotonic() - began_s)
         telemetry.tokens.inc(sum(each.token_count for each in batch))
+        blind = 0
         for each, answer in zip(batch, answers, strict=True):
-            if not each.answer.done():
+            if not known(answer).any():
+                blind += 1  # a number that nobody can learn from is no answer
+            elif not each.answer.done():
                 each.answer.set_result(answer)
-        return None
+        if not blind:
+            return None
+        telemetry.failed_passes.inc()
+        log.warning("pass_without_log_probabilities", sequence_count=blind)
+        return ValueError("no log-probability of any token")
 
     def _next(self) -> list[Waiting]:
         """The sequences of the next pass; those that nobody waits for any more are dropped."""

@@ -336,7 +336,9 @@ class TrainingLoop:
         if metrics.get("routes_unknown_fraction", 0.0) > ROUTES_UNKNOWN_WARNING:
             log.warning("routes_unknown", fraction=round(metrics["routes_unknown_fraction"], 4), step=version.step)
         if metrics["step_skipped"]:
-            log.error("step_skipped", step=version.step, detail="the loss or its gradient is not finite")
+            unknown = "no log-probability of any token is known"
+            detail = unknown if metrics.get("nothing_known") else "the loss or its gradient is not finite"
+            log.error("step_skipped", step=version.step, detail=detail)
         exported_s = time.monotonic()
         snapshot = await self._snapshot(learner, version)
         metrics["export_s"] = time.monotonic() - exported_s

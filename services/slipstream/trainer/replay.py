@@ -135,7 +135,8 @@ def run(config: ReplayConfig) -> None:
         metrics.append(json.dumps({"kind": "replayed", "step": step, **figures}).encode() + b"\n")
         was = f" (recorded {then[step]:.6f})" if step in then else ""
         lost = f", {figures['sequences_lost']:.0f} rollouts missing" if figures.get("sequences_lost") else ""
-        told = "skipped, not finite" if figures["step_skipped"] else f"loss {figures['loss']:.6f}{was}"
+        why = "nothing known" if figures.get("nothing_known") else "not finite"
+        told = f"skipped, {why}" if figures["step_skipped"] else f"loss {figures['loss']:.6f}{was}"
         print(f"step {step}: {told}, gradient norm {figures.get('grad_norm', float('nan')):.4f}{lost}", flush=True)
 
 

@@ -132,6 +132,8 @@ class Learner:
         self._input_token_count = max(1, int(self.world.sum(torch.tensor(own))))
         self._trained, self._checked, self._added = trained, checked, 0
         self.figures = StepFigures()
+        self._known_count = 0.0
+        """Of this rank's loss tokens, those of which all log-probabilities are known."""
         self._replay_check: dict[str, float] = {}
         self._clock.read()
 
@@ -156,15 +158,18 @@ class Learner:
 
         `refused`: sequences that are lost as their rows were wrong.
 
-        Where loss or gradient is not finite, weights and optimizer stay as they are, and `step_skipped` is 1.
+        Where loss or gradient is not finite, weights and optimizer stay as they are, and `step_skipped` is 1. So it is
+        where tokens were to train and no one's log-probabilities are known: then `nothing_known` is 1, too.
         """
         self.world.arrive()
         self.figures.add(None, {"sequences_refused": self._whole(refused)}, np.zeros((0, 0), np.int64))
         figures, self.figures = self.figures, StepFigures()
         with self._clock.phase("optimizer"):
             norm = gradient_norm(self.ranked)
-            loss = self.world.sum(torch.tensor(figures.sums.get("loss", 0.0)))
-            skipped = not bool(torch.isfinite(loss) & torch.isfinite(norm))  # of all ranks or of none
+            sums = [figures.sums.get("loss", 0.0), self._known_count, figures.sums.get("logps_unknown", 0.0)]
+            loss, known_count, unknown_count = self.world.sum(torch.tensor(sums)).unbind()  # of all ranks or of none
+            blind = bool((unknown_count > 0) & (known_count == 0))
+            skipped = blind or not bool(torch.isfinite(loss) & torch.isfinite(norm))
             if norm > self._optim.max_grad_norm:
                 scale_gradient(self.ranked, self._optim.max_grad_norm / (float(norm) + 1e-6))
             self._copies.hold()
@@ -174,6 +179,9 @@ class Learner:
         counts_LE, figures = torch.from_numpy(figures.expert_counts_LE), self._of_all_ranks(figures)
         if skipped:  # its figures say nothing of the model
             sums = {name: value for name, value in figures.sums.items() if math.isfinite(value)}
+            if blind:
+                sums.pop("loss", None)  # of no tokens there is none
+                sums["nothing_known"] = 1.0
             return {**sums, "step_skipped": 1.0, **self._clock.read(), **memory(self.device)}
         self._note_choices(counts_LE)
         return {
@@ -211,6 +219,7 @@ class Learner:
             (terms.loss + self._optim.balance_coefficient * balance).backward()
         lengths = [sequence.input_count for sequence in batch]
         sums = {"loss": float(terms.loss.detach()), **terms.figures}
+        self._known_count += self._whole(sum(counts) - sums.get("logps_unknown", 0.0))
         sums["logps_unknown"] = sums.get("logps_unknown", 0.0) + sum(each.unknown_logp_count for each in batch)
         sums["model_flops"] = self._cost.flops(lengths, sum(counts))
         sums["sequences"] = len(batch)

@@ -25,7 +25,9 @@ sequences_lost = Counter("slipstream_trainer_sequences_lost", "Sequences whose r
 rollouts_refused = Counter(
     "slipstream_trainer_rollouts_refused", "Rollouts lost as a field or its rows were wrong, twice.", ["field"]
 )
-steps_skipped = Counter("slipstream_trainer_steps_skipped", "Steps whose loss or gradient was not finite.")
+steps_skipped = Counter(
+    "slipstream_trainer_steps_skipped", "Steps whose loss or gradient was not finite, or of which nothing is known."
+)
 checkpoints_failed = Counter("slipstream_trainer_checkpoints_failed", "Checkpoints that could not be written.")
 _checkpoint_step = Gauge("slipstream_trainer_checkpoint_step", "Step of the newest checkpoint.")
 _checkpoint_seconds = Histogram(

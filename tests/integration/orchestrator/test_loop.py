@@ -593,6 +593,25 @@ async def test_large_prompts_are_handed_out_in_answers_that_fit_a_message(make_w
         assert max(sizes) == 4
 
 
+async def test_steps_of_which_nothing_is_known_end_the_run_which_says_so(make_world: Make, background: Make) -> None:
+    async with make_world(total_steps=9, max_skipped_steps=2) as world:
+        world.publish(0)
+        async with background(world.runner_loop(), world.heartbeat_loop()):
+            for step in (1, 2):
+                answer = await world.plan(step)
+                world.publish(step)
+                request = batch_pb2.ReportStepRequest(
+                    request_id=uuid.uuid4().hex,
+                    version=answer.plan.version,
+                    metrics={"nothing_known": 1.0, "logps_unknown": 9.0},
+                    skipped=True,
+                )
+                await world.batches.ReportStep(request, timeout=60)
+            run = await world.until(lambda run: run.phase == "ended")
+        assert run.state == run_pb2.RUN_STATE_FAILED
+        assert run.reason.startswith("2 steps in a row, 1 to 2, had no token whose log-probabilities are known: ")
+
+
 async def test_a_skipped_step_ends_its_groups_as_skipped_and_three_in_a_row_end_the_run(
     make_world: Make, background: Make
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 import random
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from slipstream.api.inference.v1 import teacher_pb2, teacher_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
+from slipstream.common.config import ConfigError
 from slipstream.common.errors import (
     ContextTooLong,
     EngineFull,
@@ -39,12 +42,14 @@ from slipstream.models.registry import save_sizes
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout
 from slipstream.runner.teacher import UNKNOWN, TeacherClient
+from slipstream.teacher.__main__ import run
 from slipstream.teacher.asked import Asked
 from slipstream.teacher.config import TeacherConfig
 from slipstream.teacher.desk import TRIES, Desk
 from slipstream.teacher.engines import OnThread
 from slipstream.teacher.scorer import Scorer
 from slipstream.teacher.servicer import TeacherServicer
+from slipstream.teacher.trial import check_teacher
 
 SIZES = MoeConfig(
     vocab_size=24, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, expert_dim=16, max_context_tokens=32
@@ -151,11 +156,26 @@ def test_a_teacher_on_vllm_is_refused_with_the_way_to_install_it_where_there_is_
     assert 'engine.type is "vllm", which is not installed; install it with: make install-vllm' in ended.stderr
 
 
+async def test_a_teacher_that_gives_no_log_probabilities_is_refused_before_it_serves(model, config, scorer, tmp_path):
+    engine = OnThread(scorer, ThreadPoolExecutor(1))
+    await check_teacher(engine.score, engine.bounds, config.teacher_model)
+    await engine.stop()
+    damaged = copy.deepcopy(model)
+    with torch.no_grad():
+        dict(damaged.named_parameters())["norm.weight"][0] = math.nan
+    save_model(damaged, tmp_path)
+    save_sizes(SIZES, tmp_path)
+    with pytest.raises(ConfigError, match="gives no log-probability but nan"):
+        await asyncio.wait_for(run(config.model_copy(update={"teacher_model": tmp_path})), 60)
+
+
 class Passes:
     """What a desk has computed, pass by pass; it fails over a sequence that begins with a token that is bad."""
 
-    def __init__(self, *bad: int) -> None:
+    def __init__(self, *bad: int, unknown: dict[int, float] | None = None) -> None:
         self.bad = set(bad)
+        self.unknown = unknown or {}
+        """What it says of those that begin with a token, in place of -1."""
         self.lengths: list[list[int]] = []
 
     async def score(self, asked: Sequence[Asked]) -> list[NDArray[np.float32]]:
@@ -163,7 +183,8 @@ class Passes:
         await asyncio.sleep(0)
         if self.bad & {int(each.token_ids[0]) for each in asked}:
             raise RuntimeError("no memory for that")
-        return [np.full(len(each.positions), -1, np.float32) for each in asked]
+        said = [self.unknown.get(int(each.token_ids[0]), -1) for each in asked]
+        return [np.full(len(each.positions), value, np.float32) for each, value in zip(asked, said, strict=True)]
 
 
 def ask_of(length: int, first: int = 1) -> Asked:
@@ -194,6 +215,28 @@ async def test_a_sequence_over_which_the_teacher_fails_costs_its_own_call_alone(
     assert not running.done()
     running.cancel()
     assert desk.token_count == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
+async def test_a_sequence_of_which_it_gives_no_log_probability_fails_and_the_others_do_not(value):
+    passes = Passes(unknown={7: value})
+    desk = Desk(passes.score, 24, 1000)
+    running = asyncio.create_task(desk.run())
+    calls = [desk.ask([ask_of(5)]), desk.ask([ask_of(4, first=7)]), desk.ask([ask_of(3)])]
+    first, failed, last = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+    assert isinstance(failed, TeacherFailed)
+    assert isinstance(first, list)
+    assert isinstance(last, list)
+    assert not running.done()
+    running.cancel()
+
+
+async def test_a_teacher_that_gives_no_log_probability_of_anything_ends():
+    desk = Desk(Passes(unknown={0: math.nan, 1: math.nan}).score, 24, 1000)
+    asking = asyncio.create_task(desk.ask([ask_of(5)]))
+    with pytest.raises(RuntimeError, match="no log-probability"):
+        await asyncio.wait_for(desk.run(), 30)
+    asking.cancel()
 
 
 async def test_a_teacher_that_fails_over_everything_ends():

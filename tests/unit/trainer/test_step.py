@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from slipstream.models.qwen3_moe.model import MoeModel
-from slipstream.trainer.loss_config import ClippedLossConfig, MaskedRatioLossConfig
+from slipstream.trainer.loss_config import ClippedLossConfig, DistillationLossConfig, MaskedRatioLossConfig
 from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.step import Learner
 
@@ -123,14 +124,40 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_is_as_if_it_
     assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_sequence_whose_tokens_are_all_unknown_trains_nothing_and_they_are_counted():
-    nothing = replace(
+def unknown() -> TrainSequence:
+    return replace(
         sequence(1), target_positions=np.zeros(0, np.int64), engine_logps=np.zeros(0, np.float32),
         sampled_at=np.zeros(0, np.int64), kv_oldest=np.zeros(0, np.int64), unknown_logp_count=5,
     )  # fmt: skip
-    figures = learner().train([[nothing]], step=1, loss_token_count=5, trained=BASE)
-    assert (figures["logps_unknown"], figures["loss_tokens"], figures["loss"]) == (5.0, 0.0, 0.0)
+
+
+def test_a_sequence_whose_tokens_are_all_unknown_trains_nothing_and_they_are_counted():
+    figures = learner().train([[unknown()], [sequence(2)]], step=1, loss_token_count=10, trained=BASE)
+    assert (figures["logps_unknown"], figures["loss_tokens"], figures["step_skipped"]) == (5.0, 5.0, 0.0)
+    assert "nothing_known" not in figures
+
+
+def all_unknown_to_the_teacher(value: float) -> TrainSequence:
+    return replace(sequence(1), teacher_logps=np.full(5, value, np.float32))
+
+
+@pytest.mark.parametrize(
+    "batch", [unknown(), *(all_unknown_to_the_teacher(value) for value in (np.nan, -np.inf, np.inf, 0.5))]
+)
+def test_a_step_of_which_nothing_is_known_is_skipped_and_says_no_loss_and_no_distance(batch):
+    agent = Learner(tiny_model(), OPTIM, DistillationLossConfig(teacher=Path("unread")))
+    if batch.teacher_logps is None:
+        batch = replace(batch, teacher_logps=np.zeros(0, np.float32))
+    before = agent.export()
+    figures = agent.train([[batch], []], step=1, loss_token_count=5, trained=BASE)
+    assert (figures["step_skipped"], figures["nothing_known"], figures["logps_unknown"]) == (1.0, 1.0, 5.0)
+    assert not figures.keys() & {"loss", "teacher_kl", "loss_tokens"}
+    after = agent.export()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    known = replace(sequence(2), teacher_logps=np.full(5, -0.5, np.float32))
+    figures = agent.train([[batch], [known]], step=1, loss_token_count=10, trained=BASE)
     assert figures["step_skipped"] == 0.0
+    assert {"loss", "teacher_kl"} <= figures.keys()
 
 
 def test_the_probe_reports_log_probabilities_and_a_margin():
