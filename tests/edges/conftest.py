@@ -21,7 +21,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         run.wait_step(2)
         under_fire = Stack(run, SEED)
         asyncio.run(under_fire.discover())
+        assert asyncio.run(under_fire.pause()) == {}
         under_fire.rested = under_fire.vitals()
+        asyncio.run(under_fire.go_on())
         under_fire.silent_clients = [under_fire.call_silently(replica, 20) for replica in REPLICAS]
         yield under_fire
         for client in under_fire.silent_clients:

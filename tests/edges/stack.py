@@ -48,7 +48,7 @@ class Stack:
         self.served: dict[str, list[str]] = {}
         """Names of our services, by replica."""
         self.rested: dict[str, Vitals] = {}
-        """Taken before the first blow."""
+        """Taken before the first blow, the run paused: how many groups it has otherwise is for it to say."""
         self.silent_clients: list[SilentClient] = []
         """They call and never read, from before the first test to after the last."""
 
@@ -72,6 +72,40 @@ class Stack:
                     names = [service.name for service in answer.list_services_response.service]
                     self.served[replica] = [name for name in names if name.startswith(PACKAGE)]
                     break
+
+    async def pause(self) -> dict[str, int]:
+        """Pause the run until nothing of it is held anywhere; returns what still is after a minute."""
+        async with (
+            self.caller("orchestrator") as orchestrator,
+            self.caller("router") as router,
+            self.caller("sandbox") as sandbox,
+            self.caller("prefill-1") as prefill,
+            self.caller("decode-1") as decode,
+        ):
+            await orchestrator.ask(rpc("RunService.PauseRun"), request_id="edges")
+            held: dict[str, int] = {}
+
+            async def at_rest() -> bool:
+                run = (await orchestrator.ask(rpc("RunService.GetRun"))).run
+                workers = (await router.ask(rpc("RouterService.ListWorkers"))).workers
+                capacity = await sandbox.ask(rpc("SandboxService.GetCapacity"))
+                open_sandboxes = (await sandbox.ask(rpc("SandboxService.ListSandboxes"))).sandboxes
+                loads = [(await worker.ask(rpc("WorkerService.GetWorker"))).load for worker in (prefill, decode)]
+                held.update(
+                    groups=run.running_group_count,
+                    placements=sum(worker.placement_count for worker in workers),
+                    programs=capacity.running_execs + capacity.waiting_execs,
+                    sandboxes=sum(box.lease_ttl_ms != 60_000 for box in open_sandboxes),  # the run's own has a minute
+                    blocks=sum(load.blocks_used for load in loads),
+                    samples=sum(load.running_sample_count + load.waiting_request_count for load in loads),
+                )
+                return not any(held.values())
+
+            return {} if await until(at_rest, 60) else held
+
+    async def go_on(self) -> None:
+        async with self.caller("orchestrator") as orchestrator:
+            await orchestrator.ask(rpc("RunService.ResumeRun"), request_id="edges")
 
     def call_silently(self, replica: str, streams: int) -> SilentClient:
         """Open every server stream of a process some times, and read none of them."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from stack import REPLICAS, rpc, until
+from stack import REPLICAS, until
 
 pytestmark = pytest.mark.timeout(120, func_only=False)
 
@@ -30,45 +28,23 @@ def test_streams_nobody_reads_were_ended_with_a_reason(stack):
 
 
 async def test_nothing_is_held_once_the_run_pauses(stack):
-    async with (
-        stack.caller("orchestrator") as orchestrator,
-        stack.caller("router") as router,
-        stack.caller("sandbox") as sandbox,
-        stack.caller("prefill-1") as prefill,
-        stack.caller("decode-1") as decode,
-    ):
-        await orchestrator.ask(rpc("RunService.PauseRun"), request_id="edges")
-        held: dict[str, int] = {}
-
-        async def at_rest() -> bool:
-            run = (await orchestrator.ask(rpc("RunService.GetRun"))).run
-            workers = (await router.ask(rpc("RouterService.ListWorkers"))).workers
-            capacity = await sandbox.ask(rpc("SandboxService.GetCapacity"))
-            open_sandboxes = (await sandbox.ask(rpc("SandboxService.ListSandboxes"))).sandboxes
-            loads = [(await worker.ask(rpc("WorkerService.GetWorker"))).load for worker in (prefill, decode)]
-            held.update(
-                groups=run.running_group_count,
-                placements=sum(worker.placement_count for worker in workers),
-                programs=capacity.running_execs + capacity.waiting_execs,
-                sandboxes=sum(box.lease_ttl_ms != 60_000 for box in open_sandboxes),  # the run's own has a minute
-                blocks=sum(load.blocks_used for load in loads),
-                samples=sum(load.running_sample_count + load.waiting_request_count for load in loads),
-            )
-            return not any(held.values())
-
-        assert await until(at_rest, 60), held
-        await orchestrator.ask(rpc("RunService.ResumeRun"), request_id="edges")
+    assert await stack.pause() == {}
+    await stack.go_on()
     stack.wait_steps(2)
 
 
-def test_no_process_has_grown(stack):
+async def test_no_process_has_grown(stack):
     for client in stack.silent_clients:
         client.close()
     stack.silent_clients.clear()
-    deadline_s = time.monotonic() + SETTLE_S
-    while (grown := growth(stack)) and time.monotonic() < deadline_s:
-        time.sleep(0.5)
-    assert grown == []
+    assert await stack.pause() == {}
+    grown: list[str] = []
+
+    async def as_before() -> bool:
+        grown[:] = growth(stack)
+        return not grown
+
+    assert await until(as_before, SETTLE_S), grown
 
 
 def growth(stack) -> list[str]:
