@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import REGISTRY
 
 from slipstream.api.rollout.v1 import runner_pb2
@@ -26,6 +23,7 @@ from slipstream.runner.span_text import row_of, span_of
 from slipstream.sandbox.__main__ import SERVICE
 from slipstream.sandbox.config import SandboxConfig
 from slipstream.sandbox.executor import open_executor
+from tests.otlp_collector import collector
 
 BOTH = 2
 """Samples of a group: members of which each has an episode."""
@@ -49,31 +47,6 @@ def start_traced(start_world: Any, make_config: Any) -> Iterator[Callable[..., A
     yield start
     tracing.close()
     tracing.use(tracing.Tracer("", 0.0))
-
-
-@contextmanager
-def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """An endpoint that takes OTLP over HTTP, and what it got."""
-    got: list[ExportTraceServiceRequest] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            got.append(ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Nothing on standard error."""
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", got
-        finally:
-            server.shutdown()
-            thread.join(30.0)
 
 
 @asynccontextmanager

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from slipstream.common import tracing
 from slipstream.common.otlp import QUEUE_SPANS, OtlpExport
 from slipstream.common.timeline import TimelineFile
 from slipstream.common.tracing import Span, TraceContext, Tracer
+from tests.otlp_collector import collector
 
 CONTEXT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
@@ -98,30 +97,11 @@ def test_a_header_that_is_none_or_of_what_is_not_recorded_begins_no_trace(lines,
 
 
 def test_a_collector_is_sent_the_spans_with_their_links():
-    got: list[ExportTraceServiceRequest] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            got.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Nothing on standard error."""
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            export = OtlpExport(f"http://127.0.0.1:{server.server_port}", {"service.name": "decode"})
-            export.put(span_named("decode"))
-            export.close()
-            export._thread.join(30.0)
-        finally:
-            server.shutdown()
-            thread.join(30.0)
+    with collector() as (endpoint, got):
+        export = OtlpExport(endpoint, {"service.name": "decode"})
+        export.put(span_named("decode"))
+        export.close()
+        export._thread.join(30.0)
     assert (export.sent_count, export.dropped_count) == (1, 0)
     (resource,) = got[0].resource_spans
     assert [(a.key, a.value.string_value) for a in resource.resource.attributes] == [("service.name", "decode")]
