@@ -8,7 +8,8 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +38,9 @@ RUN is a name in runs/ or a path; without it, the newest run is meant.
   --text WORDS           with these words in prompt, answer or verdict, in capitals or not
   --sort KEY             by time, reward, tokens, turns, seconds, lag or step, the largest first; -KEY the smallest
   --limit N              that many at most; 0 means all. 20 unless told
+  --per-group N          that many of each group at most, the first in the order; 0 means all. Unless told 1 with
+                         --sort, whose top would be a few groups of like answers; all without it, and with --group
+                         or --limit 0
   --show ROLLOUT         one rollout whole, its tokens coloured by version; that of a session by its id, too
   --json                 whole records, a line each, for programs
 """
@@ -47,6 +51,8 @@ RIGHT, WRONG = "right", "wrong"
 
 Record = dict[str, Any]
 Wanted = Callable[[Record], bool]
+Ranked = tuple[float, int, Record]
+"""A rank, a number that no other has, and the record."""
 
 
 @dataclass
@@ -55,11 +61,22 @@ class Query:
 
     run: str | None
     wanted: list[Wanted]
-    sort: str
+    sort: str | None
     smallest: bool
     limit: int
+    per_group: int | None
+    """As told; None where nothing was."""
     show: str | None
     json: bool
+    of_group: bool = False
+    """Whether it is the rollouts of one group that are asked for."""
+
+    @property
+    def most_of_group(self) -> int:
+        """Rollouts of a group that are shown; 0 means all."""
+        if self.per_group is not None:
+            return self.per_group
+        return 0 if self.sort is None or self.of_group or not self.limit else 1
 
 
 def rollouts(arguments: Sequence[str]) -> int:
@@ -68,13 +85,15 @@ def rollouts(arguments: Sequence[str]) -> int:
     run = find_services_run(query.run)
     if query.show is not None:
         return _show(run, query.show, as_json=query.json)
+    if query.per_group is None and query.most_of_group:
+        print("one of each group; --per-group 0 shows all", file=sys.stderr)
     if query.json:
         for record in select(run, query):
             print(json.dumps(record, ensure_ascii=True))
         return 0
     from slipstream.launcher.rollout_view import open_console, table_of
 
-    found = list(select(run, query))
+    found = select(run, query)
     if not found:
         print(f"{run.name}: no rollout of this kind" if query.wanted else f"{run.name}: no rollouts yet")
         return 0
@@ -83,14 +102,35 @@ def rollouts(arguments: Sequence[str]) -> int:
     return 0
 
 
-def select(run: RunDir, query: Query) -> Iterator[Record]:
-    """The rollouts asked for, in order."""
-    found = (record for record in annotated(run) if all(wanted(record) for wanted in query.wanted))
-    if not query.limit:
-        yield from sorted(found, key=_order(query), reverse=not query.smallest)
-        return
-    best = heapq.nsmallest if query.smallest else heapq.nlargest
-    yield from best(query.limit, found, key=_order(query))
+def select(run: RunDir, query: Query) -> list[Record]:
+    """The rollouts asked for, in order; of equal ones those recorded first."""
+    limit, most = query.limit or math.inf, query.most_of_group or math.inf
+    rank = _rank(query)
+    groups: dict[str, list[Ranked]] = {}
+    kept = 0
+    wanted = (record for record in annotated(run) if all(takes(record) for takes in query.wanted))
+    for number, record in enumerate(wanted):
+        group = groups.setdefault(str(record.get("group_id")), [])
+        heapq.heappush(group, (rank(record), -number, record))
+        if len(group) > most:
+            heapq.heappop(group)
+        else:
+            kept += 1
+        if kept > 2 * limit:  # there may be more than memory holds
+            groups, kept = _grouped(_first(groups, query.limit)), query.limit
+    return [record for _, _, record in _first(groups, query.limit)]
+
+
+def _first(groups: Mapping[str, list[Ranked]], limit: int) -> list[Ranked]:
+    ranked = sorted((each for group in groups.values() for each in group), reverse=True)
+    return ranked[:limit] if limit else ranked
+
+
+def _grouped(ranked: Sequence[Ranked]) -> dict[str, list[Ranked]]:
+    groups: dict[str, list[Ranked]] = {}
+    for each in reversed(ranked):  # the least first: a heap as it stands
+        groups.setdefault(str(each[2].get("group_id")), []).append(each)
+    return groups
 
 
 def annotated(run: RunDir) -> Iterator[Record]:
@@ -114,15 +154,16 @@ def annotate(record: Record, outcomes: Outcomes) -> Record:
     return record
 
 
-def _order(query: Query) -> Callable[[Record], float]:
-    name = "time_s" if query.sort == "time" else query.sort
-    missing = math.inf if query.smallest else -math.inf
+def _rank(query: Query) -> Callable[[Record], float]:
+    """What is largest comes first."""
+    name = "time_s" if query.sort in (None, "time") else query.sort
+    sign = -1 if query.smallest else 1
 
-    def key(record: Record) -> float:
+    def rank(record: Record) -> float:
         value = record.get(name)
-        return missing if value is None else float(value)
+        return -math.inf if value is None else sign * float(value)
 
-    return key
+    return rank
 
 
 def _show(run: RunDir, name: str, *, as_json: bool) -> int:
@@ -148,7 +189,7 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> int:
 
 def parse(arguments: Sequence[str]) -> Query:
     """What the command line asks for. Raises `ConfigError`."""
-    query = Query(None, [], "time", smallest=False, limit=LIMIT, show=None, json=False)
+    query = Query(None, [], None, smallest=False, limit=LIMIT, per_group=None, show=None, json=False)
 
     def as_json() -> None:
         query.json = True
@@ -187,6 +228,11 @@ def _within(field: str) -> Callable[[Query, str], None]:
     return take
 
 
+def _group(query: Query, value: str) -> None:
+    query.of_group = True
+    _equal("group_id")(query, value)
+
+
 def _version(query: Query, value: str) -> None:
     query.wanted.append(lambda record: any(version == value for _, version in spans_of(record)))
 
@@ -210,10 +256,13 @@ def _sort(query: Query, value: str) -> None:
         raise ConfigError(f"{value!r} is none of {', '.join(SORT_KEYS)}")
 
 
-def _limit(query: Query, value: str) -> None:
-    if not value.isdecimal():
-        raise ConfigError(f"--limit takes a number, not {value!r}")
-    query.limit = int(value)
+def _count(option: str) -> Callable[[Query, str], None]:
+    def take(query: Query, value: str) -> None:
+        if not value.isdecimal():
+            raise ConfigError(f"--{option} takes a number, not {value!r}")
+        setattr(query, option.replace("-", "_"), int(value))
+
+    return take
 
 
 def _show_one(query: Query, value: str) -> None:
@@ -223,13 +272,14 @@ def _show_one(query: Query, value: str) -> None:
 OPTIONS: dict[str, Callable[[Query, str], None]] = {
     "--environment": _equal("environment"),
     "--purpose": _equal("purpose", PURPOSES),
-    "--group": _equal("group_id"),
+    "--group": _group,
     "--version": _version,
     "--step": _within("step"),
     "--reward": _within("reward"),
     "--outcome": _outcome,
     "--text": _text,
     "--sort": _sort,
-    "--limit": _limit,
+    "--limit": _count("limit"),
+    "--per-group": _count("per-group"),
     "--show": _show_one,
 }

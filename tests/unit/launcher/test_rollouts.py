@@ -127,11 +127,43 @@ def test_sorting_and_the_limit(run, capsys):
     assert names(capsys, "--sort", "reward", "--limit", "1") == ["before-spell-0.1.0"]
     assert names(capsys, "--sort", "-seconds", "--limit", "2", "--purpose", "training") == [
         "train-4.1.0",
-        "train-4.1.1",
+        "train-3.1.0",
     ]
     by_lag = names(capsys, "--sort", "lag", "--limit", "0")
     assert by_lag[:4] == ["train-2.1.0", "train-2.1.1", "train-3.1.0", "train-3.1.1"]
-    assert names(capsys, "--sort", "-lag", "--limit", "2") == ["train-3.1.0", "train-3.1.1"]
+    assert names(capsys, "--sort", "-lag", "--limit", "2", "--per-group", "0") == ["train-3.1.0", "train-3.1.1"]
+
+
+def test_a_sorted_table_has_one_rollout_of_each_group_unless_told(run, capsys):
+    firsts = ["before-spell-0.1.0", *(f"train-{position}.1.0" for position in (4, 3, 2, 1, 0))]
+    assert names(capsys, "--sort", "reward") == firsts
+    assert names(capsys, "--sort", "reward", "--limit", "2") == firsts[:2], "also where more are read than are shown"
+    assert names(capsys, "--sort=-reward", "--limit", "2") == firsts[:-3:-1]
+    assert names(capsys, "--sort", "reward", "--per-group", "2", "--limit", "4") == [
+        *("before-spell-0.1.0", "train-4.1.0", "train-4.1.1", "train-3.1.0"),
+    ]
+    assert names(capsys, "--per-group", "1")[:2] == firsts[:2]
+    for all_of_them in (("--sort", "reward", "--per-group=0"), ("--sort", "reward", "--limit", "0"), ()):
+        assert len(names(capsys, *all_of_them)) == 11
+    assert len(names(capsys, "--sort", "reward", "--group", "train-3")) == 2
+
+
+def test_the_best_of_each_group_is_found_however_many_there_are(run, capsys, write_rollouts):
+    rewards = {(position, sample): (position * 7 + sample * 3) % 50 for position in range(60) for sample in range(5)}
+    many = [rollout(position, sample, reward=reward) for (position, sample), reward in rewards.items()]
+    write_rollouts(run / "rollouts" / "runner-1.jsonl.zst", many)
+    best = sorted((max(rewards[position, sample] for sample in range(5)) for position in range(60)), reverse=True)
+    _, out, _ = shown(capsys, "--sort", "reward", "--limit", "9", "--purpose", "training", "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["reward"] for record in records] == best[:9]
+    assert len({record["group_id"] for record in records}) == 9
+
+
+def test_the_table_says_that_it_leaves_out_what_is_of_the_same_group(run, capsys):
+    said = "one of each group; --per-group 0 shows all\n"
+    assert shown(capsys, "--sort", "reward")[2] == said
+    for told in ((), ("--sort", "reward", "--per-group", "1"), ("--sort", "reward", "--limit", "0")):
+        assert shown(capsys, *told)[2] == ""
 
 
 def test_records_for_programs_are_whole(run, capsys):
@@ -199,6 +231,7 @@ def test_colours_are_those_of_versions(run):
         (("--reward", "2:1"), "'2:1' is no number and no range"),
         (("--sort", "colour"), "'colour' is none of time"),
         (("--limit", "-1"), "--limit takes a number"),
+        (("--per-group", "few"), "--per-group takes a number, not 'few'"),
         (("--show",), "--show takes a value"),
         (("--outcom", "trained"), "did you mean --outcome?"),
         (("--show", "train-2"), "no rollout called train-2; it has train-2.1.0, train-2.1.1"),
