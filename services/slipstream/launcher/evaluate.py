@@ -19,7 +19,13 @@ from slipstream.common.extras import RUN_MODULES, explain, missing_modules
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.config import RUN_CONFIG, RunConfig
 from slipstream.launcher.errors import LauncherError, RunFailedError
-from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_result, result_of, write_result
+from slipstream.launcher.evaluate_results import (
+    EnvironmentAnswers,
+    print_method,
+    print_result,
+    result_of,
+    write_result,
+)
 from slipstream.launcher.options import take
 from slipstream.launcher.rundir import RunDir, find_services_run, launcher_pid, shown
 from slipstream.launcher.sentences import one_line
@@ -160,7 +166,8 @@ def _conclude(
         print(json.dumps(result))
     else:
         print_result(result)
-        print(f"{result['method']}\n{shown(page.with_suffix('.json'))} {shown(page)}")
+        print_method(result)
+        print(shown(page.with_suffix(".json")), shown(page))
     return 0
 
 

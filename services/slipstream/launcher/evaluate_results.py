@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from slipstream.algorithms.evaluation import Answer, bootstrap, pass_at_k, reward_means, shown_ks, summarize
@@ -18,7 +20,8 @@ from slipstream.launcher.charts import PALETTE, Series
 from slipstream.launcher.plot import Chart, draw
 from slipstream.launcher.style import STYLE
 
-PIPE_WIDTH = 160
+WIDTH = 100
+"""Columns of the table, at most; of a narrower terminal, its own."""
 METHOD = (
     "95 % intervals over problems: accuracy by Wilson's score interval, reward and pass@k by a percentile bootstrap of "
     "1000 resamples; pass@k is the unbiased estimator of Chen et al. 2021"
@@ -81,49 +84,87 @@ def write_result(result: dict[str, Any], directory: Path) -> Path:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The table, and a plot where problems were asked more than once."""
-    console = Console(highlight=False, width=None if Console().is_terminal else PIPE_WIDTH)
-    console.print(_table(result))
+    """How problems were asked, the table, and where they were asked more than once pass@k with a plot."""
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+    environments = result["environments"]
+    console.print(_asked(environments), style="dim")
+    console.print(_table(environments))
     chart = Chart("pass@k")
-    for name, figures in result["environments"].items():
+    for name, figures in environments.items():
         points = [(float(k), value) for k, value in figures["pass_at_k"].items()]
         if len(points) > 1:
             chart.series[name] = points
     if chart.series:
+        console.print()
+        console.print(_passes(environments))
+        console.print()
         console.print(draw(chart, "k"))
 
 
-def _table(result: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    names = (
-        *("environment", "problems", "samples", "temperature", "accuracy", "reward", "pass@k"),
-        *("tokens", "cut off", "failed"),
-    )
-    for name in names:
-        table.add_column(name, justify="left" if name in ("environment", "pass@k") else "right", no_wrap=True)
-    for name, figures in result["environments"].items():
+def print_method(result: dict[str, Any]) -> None:
+    """What the intervals are."""
+    print(textwrap.fill(result["method"], WIDTH))
+
+
+def _asked(environments: Mapping[str, dict[str, Any]]) -> str:
+    """Samples and temperature, with names where they differ."""
+    by_way: dict[str, list[str]] = {}
+    for name, figures in environments.items():
+        count = figures["samples"]
+        answers = "one answer" if count == 1 else f"{count} answers"
+        by_way.setdefault(
+            f"{answers} to each problem, {_temperature(figures['temperature'], 'temperature ')}", []
+        ).append(name)
+    if len(by_way) == 1:
+        return next(iter(by_way))
+    return "\n".join(f"{', '.join(names)}: {way}" for way, names in by_way.items())
+
+
+def _table(environments: Mapping[str, dict[str, Any]]) -> Table:
+    """The main figures; what is not narrow enough is in `evaluation.json`. Long names are broken, figures never."""
+    failures = any(figures["failed"] for figures in environments.values())
+    table = _grid("environment", "problems", "accuracy", "reward", "tokens", "cut off", *(["failed"] * failures))
+    for name, figures in environments.items():
         asked = str(figures["problems"])
         asked += f" of {figures['problems'] + figures['unanswered']}" if figures["unanswered"] else ""
+        low, high = (100 * end for end in figures["accuracy_interval"])
+        least, most = figures["reward_interval"]
         table.add_row(
-            name,
+            escape_markup(name),
             asked,
-            str(figures["samples"]),
-            _temperature(figures["temperature"]),
-            f"{_percent(figures['accuracy'])} {_ends(figures['accuracy_interval'], percent=True)}",
-            f"{figures['reward_mean']:.3f} {_ends(figures['reward_interval'])}",
-            ", ".join(f"@{k} {_percent(value)}" for k, value in figures["pass_at_k"].items()),
+            rf"{_percent(figures['accuracy'])} \[{low:.0f}, {high:.0f}]",
+            rf"{figures['reward_mean']:.3f} \[{least:.2f}, {most:.2f}]",
             f"{figures['tokens_mean']:.1f}",
             _percent(figures["truncated_fraction"]),
-            str(figures["failed"]),
+            *([str(figures["failed"])] * failures),
         )
         for role, each in figures.get("roles", {}).items():
             accuracy, reward = _percent(each["accuracy"]), f"{each['reward_mean']:.3f}"
-            table.add_row(f"  as {role}", "", str(each["answer_count"]), "", accuracy, reward, "", "", "", "")
+            table.add_row(escape_markup(f"  as {role}"), f"{each['answer_count']} answers", accuracy, reward)
     return table
 
 
-def _temperature(value: float) -> str:
-    return "greedy" if value == 0 else f"{value:g}"
+def _passes(environments: Mapping[str, dict[str, Any]]) -> Table:
+    """pass@k in percent, a column for each k."""
+    ks = sorted({int(k) for figures in environments.values() for k in figures["pass_at_k"]})
+    table = _grid("pass@k, %", *map(str, ks))
+    for name, figures in environments.items():
+        passes = {int(k): f"{100 * value:.1f}" for k, value in figures["pass_at_k"].items()}
+        table.add_row(escape_markup(name), *(passes.get(k, "") for k in ks))
+    return table
+
+
+def _grid(first: str, *columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _temperature(value: float, before: str = "") -> str:
+    return "greedy" if value == 0 else f"{before}{value:g}"
 
 
 def _percent(value: float) -> str:

@@ -11,7 +11,7 @@ from slipstream.algorithms.evaluation import Answer
 from slipstream.launcher.cli import main
 from slipstream.launcher.evaluate import counts_of, parse, weights_of
 from slipstream.launcher.evaluate_checkpoint import answers_of
-from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_result, result_of, write_result
+from slipstream.launcher.evaluate_results import EnvironmentAnswers, print_method, print_result, result_of, write_result
 from slipstream.launcher.rundir import RunDir
 
 CONFIG = """
@@ -144,11 +144,36 @@ def test_the_result_is_a_table_json_and_a_page(tmp_path, capsys):
     print_result(result)
     shown = capsys.readouterr().out
     assert "2 of 3" in shown
-    assert "62.5 % (" in shown
-    assert "greedy" in shown
-    assert "pass@k" in shown
+    assert "62.5 % [" in shown
+    assert shown.splitlines()[0] == "4 answers to each problem, greedy"
+    assert [line.split() for line in shown.splitlines() if line.startswith(("pass@k, %", "a<b "))][1:] == [
+        ["pass@k,", "%", "1", "2", "4"], ["a<b", "62.5", "75.0", "100.0"],
+    ]  # fmt: skip
     assert "k 4" in shown
     assert "\x1b" not in shown
+
+
+def test_the_table_fits_a_terminal_and_cuts_no_name(capsys, monkeypatch):
+    """Whatever has no room in it is in the JSON."""
+    problems = [[Answer(i % 2 == 0, -2.0 * (i % 3), 1000 + i, i % 5 == 0)] * 256 for i in range(30)]
+    long_name = "an_environment_with_a_name_longer_than_anybody_types"
+    answers = {
+        "spell_backward": EnvironmentAnswers(problems, unanswered=1020, temperature=0.7),
+        long_name: EnvironmentAnswers(problems, failed=12),
+    }
+    result = result_of({"of": "a model"}, answers, seed=1)
+    for columns in (80, 100):
+        monkeypatch.setattr("slipstream.launcher.evaluate_results.WIDTH", columns)
+        print_result(result)
+        print_method(result)
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= columns
+        assert "30 of 1050  50.0 % [33, 67]  -2.000 [-2.60, -1.40]  1014.5   20.0 %" in shown
+        head, _, table = shown.partition("failed")
+        ways = "spell_backward: 256 answers to each problem, temperature 0.7 {}: 256 answers to each problem, greedy"
+        assert " ".join(head.split()).startswith(ways.format(long_name))
+        names = "".join(line.split()[0] for line in table.partition("pass@k")[0].splitlines() if line.strip())
+        assert names == f"spell_backward{long_name}"
 
 
 def test_roles_are_read_back_and_have_rows_of_their_own(run, tmp_path, write_lines, write_rollouts, capsys):
@@ -163,7 +188,7 @@ def test_roles_are_read_back_and_have_rows_of_their_own(run, tmp_path, write_lin
     }  # fmt: skip
     print_result(result)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "as black" in line]
-    assert row.split() == ["as", "black", "2", "0.0", "%", "-1.000"]
+    assert row.split() == ["as", "black", "2", "answers", "0.0", "%", "-1.000"]
     text = write_result(result, tmp_path / "1").read_text()
     assert "words as w&lt;b" in text
     assert "w<b" not in text
