@@ -35,7 +35,8 @@ class RlStep:
         self.cost = ModelCost.of(model)
         parallel = ParallelConfig(checkpointing=arguments.checkpointing, compile=arguments.compile)
         optim = OptimConfig(lr=1e-5, warmup_steps=0)
-        passes = Passes(bfloat16=device.type != "cpu", logits_bytes=int(arguments.logits_gib * 2**30))
+        once = not arguments.round_each_pass
+        passes = Passes(device.type != "cpu", logits_bytes=int(arguments.logits_gib * 2**30), round_once=once)
         self.learner = Learner(model, optim, MaskedRatioLossConfig(), parallel=parallel, passes=passes)
         self._lora = shape.lora is not None
         self._step = 0

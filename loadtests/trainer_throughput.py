@@ -59,6 +59,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, out:
         "device": device_name(device),
         "checkpointing": arguments.checkpointing,
         "compile": arguments.compile,
+        "round_once": not arguments.round_each_pass,
         "torch": torch.__version__,
     }
     runs = Runs(shape, arguments, device)
@@ -163,6 +164,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="else the shape's own")
     parser.add_argument("--logits-gib", type=float, default=10.0, help="trainer.compute.logits_bytes, of float32")
+    parser.add_argument("--round-each-pass", action="store_true", help="trainer.compute.round_once = false")
     parser.add_argument("--compile", action="store_true", help="compile each block, of both")
     parser.add_argument("--peak-flops", type=float, help="of the device, where its name does not tell")
     parser.add_argument(

@@ -43,6 +43,8 @@ LENGTHS = ((200, 57, 300), (129,), (64, 448))
 
 ROUNDED = 0.06
 """Of a gradient's length: what bfloat16 products may be off by."""
+SUMS_IN_ANY_ORDER = 0.005
+"""And kernels that add up as it comes."""
 FP8_ROUNDED = 0.25
 """And products in FP8, as `tests/unit/models/test_fp8.py` bounds them on a processor."""
 
@@ -93,7 +95,8 @@ def learner(built: Any, device: torch.device, *, bfloat16: bool = False, **setti
     built.to(device)
     parallel = ParallelConfig(checkpointing=settings.pop("checkpointing", "none"))
     optim = OptimConfig(lr=1e-3, warmup_steps=0, **settings)
-    passes = Passes(bfloat16=bfloat16, logits_bytes=4 * 512 * 100)  # a hundred rows at once
+    once = settings.pop("round_once", True)
+    passes = Passes(bfloat16=bfloat16, logits_bytes=4 * 512 * 100, round_once=once)  # a hundred rows at once
     return Learner(built, optim, MaskedRatioLossConfig(), parallel=parallel, passes=passes)
 
 
@@ -137,6 +140,21 @@ def test_the_gradient_in_bfloat16_is_that_of_the_processor(kind, lora, checkpoin
     found = off(gradient(on_card, kind), reference[kind, lora])
     print(f"{kind} {'lora' if lora else 'full'} {checkpointing}: {found:.4f}")
     assert found < ROUNDED
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_weights_rounded_once_a_step_give_the_gradient_of_those_rounded_in_each_pass(kind, lora):
+    found = []
+    for once in (False, True):
+        ours = learner(model(kind, lora=lora), CARD, bfloat16=True, checkpointing="selective", round_once=once)
+        found.append([gradient(ours, kind), train(ours, kind, 2)["loss"]])
+    (each, each_loss), (ours, loss) = found
+    names = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in each.items()}
+    difference = off(ours, names)
+    print(f"{kind} {'lora' if lora else 'full'} rounded once: {difference:.6f}, next loss {abs(loss - each_loss):.2e}")
+    assert difference < SUMS_IN_ANY_ORDER
+    assert loss == pytest.approx(each_loss, abs=1e-3)
 
 
 def test_a_dense_model_in_float32_gives_the_processors_gradient(reference):

@@ -29,4 +29,4 @@ def device_of(config: ComputeConfig, place: int = 0) -> torch.device:
 
 def passes_of(config: ComputeConfig) -> Passes:
     """How forward and backward passes compute."""
-    return Passes(config.precision == "bfloat16", config.logits_bytes)
+    return Passes(config.precision == "bfloat16", config.logits_bytes, config.round_once)

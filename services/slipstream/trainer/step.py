@@ -42,6 +42,7 @@ from slipstream.trainer.parallel.sharding import DEFAULT_PASSES, Passes, gradien
 from slipstream.trainer.parallel.slices import Slice
 from slipstream.trainer.parallel.world import World
 from slipstream.trainer.replay_check import check_replay
+from slipstream.trainer.rounded import RoundedWeights
 from slipstream.trainer.sequence import Lost, TrainSequence, plain_sequence
 from slipstream.trainer.teacher_rows import teacher_logps
 from slipstream.weights.manifest import Box
@@ -78,6 +79,8 @@ class Learner:
         self._frozen = FrozenLogps(frozen or FrozenModels(), self.world, passes)
         self.optimizer = ModelOptimizer(model.named_parameters(), optim)
         self._offload = ActivationOffload(enabled=optim.offload_activations)
+        # FSDP gathers float32 weights anew for each pass.
+        self._rounded = RoundedWeights(model, enabled=passes.bfloat16 and passes.round_once and self.world.alone)
         self.device = next(model.parameters()).device
         self._clock = PhaseClock(self.device)
         self._copies = HostCopies(self.device)
@@ -136,6 +139,8 @@ class Learner:
         """Of this rank's loss tokens, those of which all log-probabilities are known."""
         self._replay_check: dict[str, float] = {}
         self._clock.read()
+        with self._clock.phase("forward"):
+            self._rounded.refresh()
 
     def add(self, micro_batches: Sequence[Sequence[TrainSequence | Lost]]) -> None:
         """Add their gradients; nothing of them is kept but figures. Ranks add the same number of micro-batches."""
@@ -148,7 +153,8 @@ class Learner:
             self.figures.add(None, lost, np.zeros((0, 0), np.int64))
             if agreed or not self.world.alone:  # alone, an empty one has no collective to keep in step
                 part = slice_for(self.ranked, agreed)
-                logp_R = self._backward(_there(agreed), part)
+                with self._rounded.in_place():
+                    logp_R = self._backward(_there(agreed), part)
                 if checked:
                     with self._clock.phase("replay_check"):
                         self._replay_check = check_replay(self.ranked, _there(agreed), part, logp_R, self._trained)
