@@ -1,27 +1,31 @@
 """Kills services of a run with -9, again and again, and asks of the journal whether anything was lost or trained twice.
 
     python loadtests/chaos.py --kills 50 --seed 1        # make chaos
+    python loadtests/chaos.py --kills 10 --every-s 60    # by the clock, twenty minutes
 
 A small run on the real services, whose groups end within tenths of a second, restarts what dies. Kills are due as
 positions end, at moments drawn from the seed, so that a slower machine is killed as often; the last step's groups do
 not end before the last kill, so that a faster one is, too. The run ends at a position, and must have trained what an
-uninterrupted one trains. `--every-s 60` kills by the clock instead, and then the share of the time in which the run got
-on is measured; otherwise it is worked out from what a kill costs.
+uninterrupted one trains. `--every-s 60` kills by the clock instead, in a run that is as long as the kills need by the
+pace of a short one before it; then the share of the time in which the run got on is measured. Otherwise it is worked
+out from what a kill costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 
 import psutil
 from chaos_kv import KvHits
+from chaos_outcome import REQUIRED_RATIO, Kill, Outcome, average, tell
 from chaos_shape import CHECKPOINT_STEPS, Shape
 from run_process import RunProcess, launching, of_kind, read_lines
 
@@ -42,8 +47,12 @@ from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
 GROUPS_PER_STEP = 4
 ONE_OF_EACH = Shape()
-REQUIRED_RATIO = 0.8
-KILL_PERIOD_S = 60.0
+PACE_STEPS = 40
+"""Of the run whose pace says how long another must be."""
+SPARE = 1.1
+"""So much longer than that, since others may leave more of the machine to it."""
+EXACT = 1e-4
+"""Log-probabilities of engine and trainer differ by less than this where both have the same weights."""
 STUCK_S = 180.0
 """A run that does not get on for so long is given up."""
 TASK_COUNT = 1_000_000
@@ -52,32 +61,6 @@ TASK_COUNT = 1_000_000
 
 class Lost(Exception):
     """The run broke a promise; the message says which."""
-
-
-@dataclass
-class Kill:
-    """One service, killed at a moment of the run."""
-
-    replica: str
-    ended_positions: int
-    time_s: float
-    kv_hit_tokens: int = 0
-    """Found in tiers of KV until then."""
-
-
-@dataclass
-class Outcome:
-    """What a run came to."""
-
-    wall_s: float
-    """From its first position to its end."""
-    trained: dict[int, int]
-    """Step by position."""
-    figures: dict[str, object]
-    """What `journal_check` counted."""
-    kills: list[Kill] = field(default_factory=list[Kill])
-    kv_hit_tokens: int = 0
-    """Prompt tokens whose KV was found in host memory or on disk."""
 
 
 class Growing:
@@ -137,6 +120,7 @@ class Chaos:
         self._replicas = self._drawn()
         self._journal = Growing(run.path)
         self.kv = KvHits(run.path)
+        self.loads: list[float] = []
 
     def kill_by_progress(self, count: int) -> None:
         """Kill so often, spread over the positions from a twentieth to nine tenths of them."""
@@ -144,23 +128,30 @@ class Chaos:
         for due in sorted(self._random.randint(low, high) for _ in range(count)):
             self._await(lambda due=due: self._ended() >= due)
             self._kill()
+        if len(self.kills) < count:
+            raise Lost(f"the run ended after {len(self.kills)} kills:\n{self.run.output}")
 
     def kill_by_clock(self, every_s: float) -> None:
-        """Kill at this period until the run has ended."""
+        """Kill at this period, from the first position that ends until the run does."""
         self.gate.touch()
-        while self.run.process.poll() is None:
-            due_s = time.monotonic() + every_s
-            while self.run.process.poll() is None and time.monotonic() < due_s:
-                time.sleep(0.05)
-            if self.run.process.poll() is None:
-                self._kill()
+        self._await(self._ended)
+        begun_s = time.monotonic()
+        for due_s in itertools.count(begun_s + every_s, every_s):
+            self._await(lambda due_s=due_s: self._over or time.monotonic() >= due_s)
+            if self._over:
+                return
+            self._kill()
 
     def finish(self) -> None:
         """Wait for the end of the run, which must be a good one."""
         self.gate.touch()
-        self._await(lambda: self.run.process.poll() is not None)
+        self._await(lambda: self._over)
         if self.run.process.returncode != 0:
             raise Lost(f"the run ended with exit code {self.run.process.returncode}:\n{self.run.output}")
+
+    @property
+    def _over(self) -> bool:
+        return self.run.process.poll() is not None
 
     def _drawn(self) -> Iterator[str]:
         while True:
@@ -170,15 +161,15 @@ class Chaos:
         """Kill the next service, once it lives; a moment later, so that it is not always right after a report."""
         replica = next(self._replicas)
         time.sleep(self._random.random() * 0.3)
-        self._await(lambda: self._pid(replica) is not None)
+        self._await(lambda: self._over or self._pid(replica) is not None)
         if replica.startswith("trainer"):
             last = self.positions - 2 * GROUPS_PER_STEP  # near the end no more steps may come
-            self._await(lambda: self._between_checkpoints() or self._ended() >= last)
+            self._await(lambda: self._over or self._between_checkpoints() or self._ended() >= last)
         pid = self._pid(replica)
-        if pid is None or self.run.process.poll() is not None:
+        if pid is None or self._over:
             return
         os.kill(pid, signal.SIGKILL)
-        self.kills.append(Kill(replica, self._ended(), time.monotonic(), self.kv.tokens))
+        self.kills.append(Kill(replica, self._ended(), time.time(), self.kv.tokens))
         self._say(f"{len(self.kills)}: killed {replica} when {self.kills[-1].ended_positions} positions had ended")
 
     def _pid(self, replica: str) -> int | None:
@@ -196,12 +187,13 @@ class Chaos:
     def _await(self, condition: Callable[[], Any]) -> None:
         moved_s, before = time.monotonic(), 0
         while not condition():
-            if self.run.process.poll() is not None:
+            if self._over:
                 if condition():
                     return
                 raise Lost(f"the run ended early:\n{self.run.output}")
             self._journal.read()
             self.kv.read()
+            self.loads.append(os.getloadavg()[0])
             if self._journal.record_count != before:
                 moved_s, before = time.monotonic(), self._journal.record_count
             if time.monotonic() - moved_s > STUCK_S:
@@ -213,8 +205,8 @@ def check(path: Path, positions: int) -> Outcome:
     """What a run that has ended came to. Raises `Lost` where the guarantee does not hold.
 
     Beside what `journal_check` checks: every position is trained, none twice; nothing is sampled by weights, or on KV,
-    older than those that its group was dispatched at, whatever incarnation they are of; and all rows that were sealed
-    could be fetched.
+    older than those that its group was dispatched at, whatever incarnation they are of; all rows that were sealed could
+    be fetched; and where engine and trainer say that they had the same weights, their log-probabilities agree.
     """
     records = read_journal(path / "journal" / "journal.jsonl").records
     try:
@@ -223,11 +215,21 @@ def check(path: Path, positions: int) -> Outcome:
         raise Lost(str(violation)) from None
     for record in of_kind(records, "sealed"):
         _check_plans(record)
-    for step in of_kind(read_lines(path / "metrics.jsonl"), "step"):
+    steps = of_kind(read_lines(path / "metrics.jsonl"), "step")
+    for step in steps:
         if step.get("sequences_lost"):  # unknown of one whose trainer died before it could say
             raise Lost(f"step {step['step']} was trained without {step['sequences_lost']:g} of its sequences")
+        if (difference := step.get("pure_max_abs_diff", 0.0)) > EXACT:
+            raise Lost(f"engine and trainer differ by {difference:g} in step {step['step']}, with the same weights")
     first_s = next(record["time_s"] for record in records if record["kind"] == "acquired")
-    return Outcome(records[-1]["time_s"] - first_s, checked.steps, checked.figures())
+    return Outcome(
+        wall_s=records[-1]["time_s"] - first_s,
+        trained=checked.steps,
+        figures=checked.figures(),
+        step_times_s=[record["time_s"] for kind in ("trained", "retrained") for record in of_kind(records, kind)],
+        pure_tokens=int(sum(step.get("pure_token_count", 0.0) for step in steps)),
+        pure_max_abs_diff=max((step.get("pure_max_abs_diff", 0.0) for step in steps), default=0.0),
+    )
 
 
 def _check_plans(record: dict[str, Any]) -> None:
@@ -270,7 +272,9 @@ def live(
         if left:
             raise Lost(f"left behind: {left}")
         outcome = check(run.path, positions)
-        outcome.kills, outcome.kv_hit_tokens = chaos.kills, chaos.kv.tokens
+        outcome.kills, outcome.load = chaos.kills, average(chaos.loads)
+        outcome.kv_hit_tokens = dict(+chaos.kv.found)
+        outcome.prefill_tokens = chaos.kv.asked["prefill-1"]
         check_kv(outcome, shape)
         return outcome
 
@@ -284,7 +288,7 @@ def check_kv(outcome: Outcome, shape: Shape) -> None:
     restored = [kill for kill in outcome.kills if kill.replica.startswith("trainer")]
     if restored and not outcome.figures["steps taken again"]:
         raise Lost("no trainer was killed between two checkpoints")
-    if restored and outcome.kv_hit_tokens == restored[0].kv_hit_tokens:
+    if restored and sum(outcome.kv_hit_tokens.values()) == restored[0].kv_hit_tokens:
         raise Lost("no prompt was found in host memory or on disk after a trainer was restored")
 
 
@@ -292,15 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="of the run; 0: two a kill")
+    parser.add_argument("--steps", type=int, default=0, help="of the run; 0: two a kill, or as many as the clock needs")
     parser.add_argument("--every-s", type=float, default=0.0, help="kill by the clock, as long as the run goes")
     parser.add_argument("--runners", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="processes of the trainer")
     parser.add_argument("--offload", action="store_true", help="on vLLM, with KV in host memory and on disk")
     options = parser.parse_args(arguments)
-    steps = options.steps or max(10, 2 * options.kills)
     shape = Shape(options.runners, options.ranks, options.offload)
-    print(f"seed {options.seed}: {steps} steps of {GROUPS_PER_STEP} groups, {options.kills} kills; {shape}", flush=True)
 
     def kill(chaos: Chaos) -> None:
         if options.every_s:
@@ -311,45 +313,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(sentence: str) -> None:
         print(sentence, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="slip-") as directory:
+    directory = Path(tempfile.mkdtemp(prefix="slip-"))
+    with contextlib.ExitStack() as removal:
+        removal.callback(shutil.rmtree, directory)
         try:
-            calm = live(Path(directory), "calm", steps, lambda _: None, shape=shape)
-            print(f"without kills: {calm.wall_s:.1f} s", flush=True)
-            killed = live(Path(directory), "killed", steps, kill, options.seed, say, shape)
+            steps = options.steps or max(10, 2 * options.kills)
+            if options.every_s and not options.steps:
+                pace = live(directory, "pace", PACE_STEPS, lambda _: None, shape=shape).wall_s / PACE_STEPS
+                steps = math.ceil(SPARE * options.kills * options.every_s / pace)
+                say(f"{pace:.2f} s a step")
+            say(f"seed {options.seed}: {steps} steps of {GROUPS_PER_STEP} groups, {options.kills} kills; {shape}")
+            calm = live(directory, "calm", steps, lambda _: None, shape=shape)
+            say(f"without kills: {calm.wall_s:.1f} s, load {calm.load:.1f}")
+            killed = live(directory, "killed", steps, kill, options.seed, say, shape)
         except Lost as lost:
-            print(f"chaos: FAILED: {lost}")
+            removal.pop_all()
+            print(f"chaos: FAILED: {lost}\nThe runs are kept in {directory}")
             return 1
     if killed.trained.keys() != calm.trained.keys():
         print(f"chaos: FAILED: trained {sorted(killed.trained.keys() ^ calm.trained.keys())} in one run only")
         return 1
     return 0 if tell(calm, killed, options.every_s) >= REQUIRED_RATIO else 1
-
-
-def tell(calm: Outcome, killed: Outcome, every_s: float) -> float:
-    """Print what the run came to; the effective training time ratio.
-
-    It is the time that the positions take without kills by the time with them. Where kills come by progress, closer
-    together than one a minute, it is worked out: a kill costs c = (with - without) / kills seconds on average, so
-    that of each minute with one kill 60 - c seconds get on, and the ratio is 1 - c / 60.
-    """
-    counts = Counter(kill.replica for kill in killed.kills)
-    print("kills: " + ", ".join(f"{count} {replica}" for replica, count in sorted(counts.items())))
-    print("journal: " + ", ".join(f"{name} {value}" for name, value in killed.figures.items()))
-    restored = [kill for kill in killed.kills if kill.replica.startswith("trainer")]
-    if killed.kv_hit_tokens:
-        after = killed.kv_hit_tokens - restored[0].kv_hit_tokens if restored else 0
-        print(
-            f"KV: {killed.kv_hit_tokens} prompt tokens found in host memory or on disk, {after} of them after a "
-            "trainer was restored, none of older weights than their group was dispatched at"
-        )
-    cost_s = max(0.0, killed.wall_s - calm.wall_s) / max(1, len(killed.kills))
-    ratio = calm.wall_s / killed.wall_s if every_s else 1 - cost_s / KILL_PERIOD_S
-    print(
-        f"chaos: {len(killed.kills)} kills, {len(killed.trained)} positions trained once each, as without kills; "
-        f"{calm.wall_s:.1f} s without, {killed.wall_s:.1f} s with them, {cost_s:.1f} s a kill; effective training time "
-        f"ratio {ratio:.3f} at a kill every {every_s or KILL_PERIOD_S:g} s (at least {REQUIRED_RATIO} required)"
-    )
-    return ratio
 
 
 if __name__ == "__main__":

@@ -28,19 +28,32 @@ BASE = {
 OFFLOADING = {
     "launcher.start-timeout-s": "400",
     "orchestrator.pool-timeout-s": "300",
-    "model.max-context-tokens": "192",
-    "decode.engine.type": "vllm",
-    "decode.engine.block-size-tokens": "32",
-    "decode.engine.block-count": "16",
-    "decode.engine.max-running-samples": "2",
-    "decode.engine.offload.memory-bytes": str(16 << 20),
-    "decode.engine.offload.disk-bytes": str(64 << 20),
+    "model.max-context-tokens": "224",
+    "prefill.replicas": "1",
+    "decode.replicas": "1",
+    # Short prompts are computed where they are decoded, long ones are sent there, unless most of it is there already.
+    "router.remote-prefill-min-uncached-tokens": "144",
+    **{
+        f"{pool}.engine.{key}": value
+        for pool in ("prefill", "decode")
+        for key, value in {
+            "type": "vllm",
+            "connector": "nixl",
+            "block-size-tokens": "32",
+            "block-count": "16",
+            "max-running-samples": "2",
+            "offload.directory": "kv",
+            "offload.memory-bytes": str(16 << 20),
+            "offload.disk-bytes": str(64 << 20),
+        }.items()
+    },
 }
 """Blocks are so few that prompts go to host memory and disk, where a process that is started again finds them."""
-PADDING = 96
-"""Characters that fill whole blocks of a prompt, alike in every fourth one."""
-VARIANTS = 4
-"""So many prefixes do not fit the pool together, so that each is looked for in the tiers when it comes again."""
+PADDING = (96, 160, 96, 160)
+"""Characters that fill whole blocks of a prompt, alike in every fourth one.
+
+So many prefixes do not fit a pool together, so that each is looked for in the tiers when it comes again.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,27 +64,26 @@ class Shape:
     ranks: int = 1
     """Processes of the trainer."""
     offload: bool = False
-    """One decode worker with vLLM, whose KV goes to host memory and disk; otherwise both pools, embedded engines."""
+    """Both pools with vLLM, NIXL between them, and their KV in host memory and on disk; otherwise embedded engines."""
 
     @property
     def arguments(self) -> dict[str, str]:
         """Of the run."""
         counts = {"runner.replicas": str(self.runners), "trainer.nproc": str(self.ranks)}
         if self.offload:
-            pools = {"prefill.replicas": "0", "decode.replicas": "1", "decode.engine.offload.directory": "kv"}
-            return {**BASE, **OFFLOADING, **counts, **pools}
+            return {**BASE, **OFFLOADING, **counts}
         return {**BASE, **counts, "decode.replicas": "2"}
 
     @property
     def options(self) -> str:
         """Of its environment."""
-        shared = f"padding = {PADDING}\nvariants = {VARIANTS}" if self.offload else ""
+        shared = f"padding = {list(PADDING)}" if self.offload else ""
         return f"sandbox_s = 0.02\n{shared}"
 
     @property
     def targets(self) -> tuple[str, ...]:
         """What is killed, in turn, in an order drawn from the seed."""
-        workers = ("decode-1",) if self.offload else ("prefill-1", "decode-1", "decode-2")
+        workers = ("prefill-1", "decode-1") if self.offload else ("prefill-1", "decode-1", "decode-2")
         runners = (f"runner-{number}" for number in range(1, self.runners + 1))
         ranks = (f"trainer-{rank}" for rank in range(1, self.ranks))
         return (*SINGLE, *workers, *runners, "trainer", *ranks)

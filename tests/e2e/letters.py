@@ -2,8 +2,8 @@
 
 The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
 group; `options.marker` is then to be found in its command line. With `options.fails` judging raises. The tasks that
-`options.gated` lists are judged once there is a file `options.gate`. Prompts begin with `options.padding` letters,
-one of `options.variants`.
+`options.gated` lists are judged once there is a file `options.gate`. Prompts begin with as many letters as
+`options.padding` lists, an `a` as the first number says, a `b` as the second, and so on in turn.
 `options.leaves` starts a process of that many seconds, in a session of its own, and leaves it.
 """
 
@@ -29,8 +29,7 @@ class Letters:
         self._marker = config.options.get("marker", "")
         self._gated = frozenset(config.options.get("gated", ()))
         self._gate = Path(config.options.get("gate", ""))
-        self._padding = int(config.options.get("padding", 0))
-        self._variants = int(config.options.get("variants", 1))
+        self._padding = [int(count) for count in config.options.get("padding", [0])]
         self._fails = bool(config.options.get("fails", False))
         if leaves_s := config.options.get("leaves", 0):
             subprocess.run(["/bin/sh", "-c", f"sleep {leaves_s} & exit"], start_new_session=True, check=True)
@@ -39,8 +38,8 @@ class Letters:
         return Task(split, index)
 
     def prompt(self, task: Task) -> str:
-        letter = chr(ord("a") + task.index % self._variants)
-        return f"{letter * self._padding}{task.split} {task.index}\n"
+        variant = task.index % len(self._padding)
+        return f"{chr(ord('a') + variant) * self._padding[variant]}{task.split} {task.index}\n"
 
     async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
         if self._fails:

@@ -9,6 +9,7 @@ from typing import Any
 
 import chaos
 import chaos_kv
+import chaos_outcome
 import chaos_shape
 import pytest
 
@@ -46,12 +47,12 @@ def good() -> list[dict[str, Any]]:
     ]
 
 
-def checked(path: Path, records: list[dict[str, Any]], lost: float = 0.0) -> chaos.Outcome:
+def checked(path: Path, records: list[dict[str, Any]], **step: float) -> chaos.Outcome:
     journal = Journal(path / "journal" / "journal.jsonl")
     for record in records:
         journal.append(record["kind"], **{key: value for key, value in record.items() if key != "kind"})
     journal.close()
-    (path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "sequences_lost": lost}) + "\n")
+    (path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, **step}) + "\n")
     return chaos.check(path, POSITIONS)
 
 
@@ -78,7 +79,12 @@ def test_a_journal_that_breaks_one_is_told_by_it(
 
 def test_rows_that_were_lost_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(chaos.Lost, match="step 1 was trained without 2 of its sequences"):
-        checked(tmp_path, good(), lost=2.0)
+        checked(tmp_path, good(), sequences_lost=2.0)
+
+
+def test_an_engine_that_had_other_weights_or_kv_than_it_says_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(chaos.Lost, match=r"engine and trainer differ by 0.01 in step 1, with the same weights"):
+        checked(tmp_path, good(), pure_max_abs_diff=0.01)
 
 
 def test_the_ratio_is_that_of_the_minutes_in_which_something_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,21 +92,34 @@ def test_the_ratio_is_that_of_the_minutes_in_which_something_is_killed(capsys: p
     calm, killed = chaos.Outcome(10.0, {0: 1}, {}), chaos.Outcome(22.0, {0: 1}, {"attempts": 3}, kills)
     assert chaos.tell(calm, killed, 0.0) == pytest.approx(0.9)
     assert chaos.tell(calm, killed, 60.0) == pytest.approx(10 / 22)
-    assert "kills: 1 router, 1 runner-1\njournal: attempts 3\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "ratio 0.900, worked out, at a kill every 60 s" in said
+    assert "ratio 0.455, measured, at a kill every 60 s" in said
+
+
+def test_the_table_tells_for_each_process_how_long_the_run_stood_still() -> None:
+    kills = [chaos.Kill("router", 1, 1.0), chaos.Kill("trainer", 2, 3.0), chaos.Kill("router", 3, 8.5)]
+    killed = chaos.Outcome(10.0, {0: 1}, {}, kills, step_times_s=[2.0, 7.5, 9.0])  # the last kill but one took 4.5 s
+    rows = [line.split() for line in chaos_outcome.kill_table(killed)[1:]]
+    assert rows == [["router", "2", "0.8", "1.0"], ["trainer", "1", "4.5", "4.5"], ["all", "3", "1.0", "4.5"]]
 
 
 def test_every_process_of_a_shape_is_killed_in_its_turn() -> None:
     several = {"runner-1", "runner-2", "trainer", "trainer-1", "prefill-1", "decode-1", "decode-2"}
     assert set(chaos.Shape(runners=2, ranks=2).targets) == several | set(chaos_shape.SINGLE)
-    assert {"prefill-1", "decode-2"}.isdisjoint(chaos.Shape(offload=True).targets)
+    offload = chaos.Shape(runners=2, ranks=2, offload=True)
+    assert set(offload.targets) == (several | set(chaos_shape.SINGLE)) - {"decode-2"}
 
 
 def test_what_workers_found_in_their_tiers_is_counted_over_their_restarts(tmp_path: Path) -> None:
     hits = chaos_kv.KvHits(tmp_path)
     for found in (0, 96, 192, 32, 64):  # it was killed after 192
-        hits.count("decode-1", {chaos_kv.HITS: found})
+        hits.count("decode-1", {chaos_kv.HITS: found, chaos_kv.ASKED: 2 * found})
     hits.count("decode-1", {})  # away
-    assert hits.tokens == 192 + 64
+    hits.count("prefill-1", {chaos_kv.HITS: 32, chaos_kv.ASKED: 64})
+    assert hits.found == {"decode-1": 192 + 64, "prefill-1": 32}
+    assert hits.tokens == 192 + 64 + 32
+    assert hits.asked == {"decode-1": 2 * (192 + 64), "prefill-1": 64}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +133,10 @@ def test_what_workers_found_in_their_tiers_is_counted_over_their_restarts(tmp_pa
 def test_a_run_that_put_no_tier_to_the_test_shows_nothing(hits: int, steps_again: int, sentence: str) -> None:
     kills = [chaos.Kill("trainer", 4, 0.0, kv_hit_tokens=96)]
     figures: dict[str, object] = {"steps taken again": steps_again}
+    outcome = chaos.Outcome(9.0, {0: 1}, figures, kills, {"decode-1": hits} if hits else {})
     with pytest.raises(chaos.Lost, match=sentence):
-        chaos.check_kv(chaos.Outcome(9.0, {0: 1}, figures, kills, hits), chaos.Shape(offload=True))
-    chaos.check_kv(chaos.Outcome(9.0, {0: 1}, figures, kills, hits), chaos.Shape())
+        chaos.check_kv(outcome, chaos.Shape(offload=True))
+    chaos.check_kv(outcome, chaos.Shape())
 
 
 def test_a_trainer_is_killed_where_it_has_steps_to_take_again(tmp_path: Path) -> None:
