@@ -38,7 +38,8 @@ usage: slipstream COMMAND
   status [RUN]                                show each service of a run, its version and its load
   stop [RUN]                                  end a run and wait until nothing of it is left
   report [RUN]                                make report.json and report.html of a run again
-  plot [RUN] [--metric NAME]... [--follow]    draw rewards, lag, speed, mismatch and phases in the terminal
+  plot [RUN]... [--metric NAME]... [--follow] draw rewards, lag, speed, mismatch and phases in the terminal; of several
+                                              runs in one chart, also what eval found; --help
   rollouts [RUN] [--show ROLLOUT] [--json]    list, filter and read what was generated; --help names the filters
   trace [RUN] [--group GROUP]                 write trace.json of a run, for ui.perfetto.dev or chrome://tracing
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
@@ -59,9 +60,6 @@ SHORT_USAGE = {
     "stop": "usage: slipstream stop [RUN]\n\nEnd a run and wait until nothing of it is left. "
     "RUN is a name in runs/ or a path; without it, the newest run that is up is meant.",
     "report": f"usage: slipstream report [RUN]\n\nMake report.json and report.html of a run again. {OF_A_RUN}",
-    "plot": "usage: slipstream plot [RUN] [--metric NAME]... [--follow]\n\n"
-    f"Draw rewards, lag, speed, mismatch and phases in the terminal. {OF_A_RUN}\n"
-    "NAME is a chart, such as curriculum, or any figure of a step in metrics.jsonl; `--metric list` names them.",
 }
 
 

@@ -22,6 +22,7 @@ from slipstream.launcher.style import STYLE
 
 WIDTH = 100
 """Columns of the table, at most; of a narrower terminal, its own."""
+FILE = "evaluation.json"
 METHOD = (
     "95 % intervals over problems: accuracy by Wilson's score interval, reward and pass@k by a percentile bootstrap of "
     "1000 resamples; pass@k is the unbiased estimator of Chen et al. 2021"
@@ -77,27 +78,34 @@ def result_of(about: Mapping[str, Any], answers: Mapping[str, EnvironmentAnswers
 def write_result(result: dict[str, Any], directory: Path) -> Path:
     """Write both files; returns the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (directory / FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     page = directory / "evaluation.html"
     page.write_text(page_of(result), encoding="utf-8")
     return page
 
 
+def open_console() -> Console:
+    console = Console(highlight=False)
+    return Console(highlight=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+
+
 def print_result(result: dict[str, Any]) -> None:
     """How problems were asked, the table, and where they were asked more than once pass@k with a plot."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
-    environments = result["environments"]
-    console.print(_asked(environments), style="dim")
-    console.print(_table(environments))
+    print_figures(open_console(), result["environments"], "environment")
+
+
+def print_figures(console: Console, figures: Mapping[str, dict[str, Any]], what: str) -> None:
+    """Figures by name: of each environment, or of each evaluation, which `what` says."""
+    console.print(_asked(figures), style="dim", markup=False)
+    console.print(_table(figures, what))
     chart = Chart("pass@k")
-    for name, figures in environments.items():
-        points = [(float(k), value) for k, value in figures["pass_at_k"].items()]
+    for name, each in figures.items():
+        points = [(float(k), value) for k, value in each["pass_at_k"].items()]
         if len(points) > 1:
             chart.series[name] = points
     if chart.series:
         console.print()
-        console.print(_passes(environments))
+        console.print(_passes(figures))
         console.print()
         console.print(draw(chart, "k"))
 
@@ -107,10 +115,10 @@ def print_method(result: dict[str, Any]) -> None:
     print(textwrap.fill(result["method"], WIDTH))
 
 
-def _asked(environments: Mapping[str, dict[str, Any]]) -> str:
+def _asked(by_name: Mapping[str, dict[str, Any]]) -> str:
     """Samples and temperature, with names where they differ."""
     by_way: dict[str, list[str]] = {}
-    for name, figures in environments.items():
+    for name, figures in by_name.items():
         count = figures["samples"]
         answers = "one answer" if count == 1 else f"{count} answers"
         by_way.setdefault(
@@ -121,11 +129,11 @@ def _asked(environments: Mapping[str, dict[str, Any]]) -> str:
     return "\n".join(f"{', '.join(names)}: {way}" for way, names in by_way.items())
 
 
-def _table(environments: Mapping[str, dict[str, Any]]) -> Table:
+def _table(by_name: Mapping[str, dict[str, Any]], what: str) -> Table:
     """The main figures; what is not narrow enough is in `evaluation.json`. Long names are broken, figures never."""
-    failures = any(figures["failed"] for figures in environments.values())
-    table = _grid("environment", "problems", "accuracy", "reward", "tokens", "cut off", *(["failed"] * failures))
-    for name, figures in environments.items():
+    failures = any(figures["failed"] for figures in by_name.values())
+    table = _grid(what, "problems", "accuracy", "reward", "tokens", "cut off", *(["failed"] * failures))
+    for name, figures in by_name.items():
         asked = str(figures["problems"])
         asked += f" of {figures['problems'] + figures['unanswered']}" if figures["unanswered"] else ""
         low, high = (100 * end for end in figures["accuracy_interval"])
@@ -145,11 +153,11 @@ def _table(environments: Mapping[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _passes(environments: Mapping[str, dict[str, Any]]) -> Table:
+def _passes(by_name: Mapping[str, dict[str, Any]]) -> Table:
     """pass@k in percent, a column for each k."""
-    ks = sorted({int(k) for figures in environments.values() for k in figures["pass_at_k"]})
+    ks = sorted({int(k) for figures in by_name.values() for k in figures["pass_at_k"]})
     table = _grid("pass@k, %", *map(str, ks))
-    for name, figures in environments.items():
+    for name, figures in by_name.items():
         passes = {int(k): f"{100 * value:.1f}" for k, value in figures["pass_at_k"].items()}
         table.add_row(escape_markup(name), *(passes.get(k, "") for k in ks))
     return table

@@ -1,7 +1,7 @@
-"""`slipstream plot [RUN] [--metric NAME]... [--follow]`: a run's figures in the terminal, while it goes on or after it.
+"""`slipstream plot [RUN]...`: figures of a run, or of several beside each other, while they go on or after it.
 
-Reads `metrics.jsonl` alone, so it works on any machine that has the file. In a pipe there are no colours; series are
-told apart by their marks in any case.
+Reads `metrics.jsonl` alone, so it works on any machine that has the file; with `--evaluations` each `evaluation.json`.
+In a pipe there are no colours; series are told apart by their marks in any case.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +19,23 @@ from rich.text import Text
 
 from slipstream.common.config import ConfigError
 from slipstream.launcher.metrics_records import Record, read_metrics
-from slipstream.launcher.rundir import RunDir, find_services_run
+from slipstream.launcher.options import take
+from slipstream.launcher.rundir import RunDir, find_services_run, shown
 
-USAGE = "usage: slipstream plot [RUN] [--metric NAME]... [--follow]"
+USAGE = """\
+usage: slipstream plot [RUN]... [OPTION]...
+
+Draw rewards, lag, speed, mismatch and phases of a run in the terminal, while it goes on or after it.
+RUN is a name in runs/ or a path; without it, the newest run is meant. Of several runs each figure has a chart, with a
+line for each run.
+
+  --metric NAME          this chart, such as curriculum, or any figure of a step in metrics.jsonl; may be repeated
+  --metric list          name them
+  --follow               draw again as the runs go on, until they have ended
+  --evaluations          what slipstream eval found instead: the figures of all evaluations of the runs, and pass@k.
+                         RUN may also be one evaluation, such as runs/demo/evaluations/2
+"""
+PROGRAM = "slipstream plot"
 LIST = "list"
 """In place of a metric's name: says which there are."""
 MARKS = "•x+o*#@%"
@@ -30,6 +44,8 @@ ROWS = 9
 WIDTH = 80
 LABEL_WIDTH = 9
 FOLLOW_S = 2.0
+MOST_RUNS = len(MARKS)
+"""In one chart: each has a mark of its own."""
 
 Points = list[tuple[float, float]]
 
@@ -55,6 +71,9 @@ OVERVIEW: dict[str, tuple[str, ...]] = {
 }
 """Charts shown unless told, and what is on each."""
 
+COMPARED = ("reward", "roles", "accuracy", "teacher", "tokens_per_s")
+"""Those that are shown of several runs unless told."""
+
 TITLES = {
     "reward": "reward by environment: mean over all rollouts that ended since the step before",
     "roles": "reward by role: mean over all rollouts that ended since the step before",
@@ -68,77 +87,110 @@ TITLES = {
 }
 
 
+@dataclass
+class Options:
+    """The command line."""
+
+    runs: list[str] = field(default_factory=list[str])
+    names: list[str] = field(default_factory=list[str])
+    follow: bool = False
+    evaluations: bool = False
+
+
 def plot(arguments: Sequence[str]) -> int:
     """Run the command. Raises `ConfigError` or `RunDirError` for what it cannot make sense of."""
-    reference, names, follow = parse(arguments)
-    run, console = find_services_run(reference), Console(highlight=False, soft_wrap=True)
-    if LIST in names:
-        console.print("\n".join(known_metrics(collect(read_metrics(run.path / "metrics.jsonl")))))
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
         return 0
-    if not follow:
-        console.print(page(run, names))
+    options = parse(arguments)
+    if options.evaluations:
+        from slipstream.launcher.evaluate_compare import compare
+
+        return compare(options.runs)
+    console = Console(highlight=False, soft_wrap=True)
+    runs = labelled([find_services_run(reference) for reference in options.runs or [None]])
+    if LIST in options.names:
+        found = (name for run in runs.values() for name in collect(read_metrics(run.path / "metrics.jsonl")))
+        console.print("\n".join(known_metrics(found)))
         return 0
-    shown_bytes = -1
+    if not options.follow:
+        console.print(page(runs, options.names))
+        return 0
+    shown_bytes: list[int] = []
     while True:
-        size_bytes = _size_bytes(run.path / "metrics.jsonl")
-        if size_bytes != shown_bytes:
-            shown_bytes = size_bytes
-            text = page(run, names)
+        sizes_bytes = [_size_bytes(run.path / "metrics.jsonl") for run in runs.values()]
+        if sizes_bytes != shown_bytes:
+            shown_bytes = sizes_bytes
+            text = page(runs, options.names)
             if console.is_terminal:
                 console.clear()
             console.print(text)
-        if _ended(read_metrics(run.path / "metrics.jsonl")):
+        if all(_ended(read_metrics(run.path / "metrics.jsonl")) for run in runs.values()):
             return 0
         time.sleep(FOLLOW_S)
 
 
-def parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
-    """The run, the metrics and whether to follow."""
-    names: list[str] = []
-    runs: list[str] = []
-    follow = False
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word == "--follow":
-            follow = True
-        elif word == "--metric" and rest:
-            names.append(rest.pop(0))
-        elif word.startswith("--metric="):
-            names.append(word.partition("=")[2])
-        elif word.startswith("-") or runs:
-            raise ConfigError(f"{word!r} is not understood; {USAGE}")
-        else:
-            runs.append(word)
-    return runs[0] if runs else None, names, follow
+def parse(arguments: Sequence[str]) -> Options:
+    """Take the command line apart. Raises `ConfigError`."""
+    options = Options()
+
+    def follow() -> None:
+        options.follow = True
+
+    def evaluations() -> None:
+        options.evaluations = True
+
+    def name_run(word: str) -> bool:
+        options.runs.append(word)
+        return True
+
+    flags = {"--follow": follow, "--evaluations": evaluations}
+    take(arguments, PROGRAM, {"--metric": options.names.append}, flags, name_run)
+    if options.evaluations and (options.names or options.follow):
+        raise ConfigError(f"--evaluations takes no --metric and no --follow; see {PROGRAM} --help")
+    if len(options.runs) > MOST_RUNS:
+        raise ConfigError(f"{len(options.runs)} runs: one chart takes {MOST_RUNS} at most")
+    return options
 
 
-def page(run: RunDir, names: Sequence[str]) -> Text:
-    """All charts of a run, below each other."""
-    records = read_metrics(run.path / "metrics.jsonl")
-    steps = [record for record in records if record.get("kind") == "step"]
-    title = f"{run.name}: {steps[-1]['step'] if steps else 0} steps"
+def labelled(runs: Sequence[RunDir]) -> dict[str, RunDir]:
+    """Runs by name, or by path where two have the same."""
+    names = Counter(run.name for run in runs)
+    return {run.name if names[run.name] == 1 else shown(run.path): run for run in runs}
+
+
+def page(runs: Mapping[str, RunDir], names: Sequence[str]) -> Text:
+    """All charts of a run, or of several, below each other."""
+    records = {label: read_metrics(run.path / "metrics.jsonl") for label, run in runs.items()}
+    title = "\n".join(f"{label}: {_steps(each)} steps" for label, each in records.items())
     charts = [draw(chart) for chart in choose(records, names)]
-    if not charts and _ended(records):
-        return Text(f"{title}, nothing to draw: the run recorded no {' and no '.join(names) or 'figures'}")
+    if not charts and all(_ended(each) for each in records.values()):
+        recorded = "the run" if len(runs) == 1 else "the runs"
+        return Text(f"{title}, nothing to draw: {recorded} recorded no {' and no '.join(names) or 'figures'}")
     if not charts:
         return Text(f"{title}, nothing to draw yet")
     return Text("\n\n").join([Text(title, style="bold"), *charts])
 
 
-def choose(records: Sequence[Record], names: Sequence[str]) -> list[Chart]:
-    """The charts that were asked for, or those of the overview that have something to show."""
-    metrics = collect(records)
-    if not names:
-        charts = [_chart(name, metrics) for name in OVERVIEW]
-        return [chart for chart in charts if chart.series]
-    known = known_metrics(metrics)
+def _steps(records: Sequence[Record]) -> int:
+    steps = [record for record in records if record.get("kind") == "step"]
+    return int(steps[-1]["step"]) if steps else 0
+
+
+def choose(records: Mapping[str, Sequence[Record]], names: Sequence[str]) -> list[Chart]:
+    """The charts that were asked for, or those of the overview, that have something to show. `records` are by run."""
+    metrics = {label: collect(each) for label, each in records.items()}
+    known = known_metrics(name for each in metrics.values() for name in each)
     for name in names:
-        if name not in known and records:
+        if name not in known and any(records.values()):
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
             raise ConfigError(f"no metric called {name!r}{meant}")
-    return [chart for chart in (_chart(name, metrics) for name in names) if chart.series]
+    if len(metrics) > 1:
+        charts = [chart for name in names or COMPARED for chart in _charts_of_several(name, metrics)]
+    else:
+        charts = [_chart(name, each) for name in names or OVERVIEW for each in metrics.values()]
+    return [chart for chart in charts if chart.series]
 
 
 def known_metrics(metrics: Iterable[str]) -> list[str]:
@@ -173,6 +225,19 @@ def _chart(name: str, metrics: dict[str, dict[str, Points]]) -> Chart:
     for metric in OVERVIEW.get(name, (name,)):
         chart.series.update(metrics.get(metric, {}))
     return chart
+
+
+def _charts_of_several(name: str, metrics: Mapping[str, dict[str, dict[str, Points]]]) -> list[Chart]:
+    """A chart for each line that the runs would have, on which each run has one."""
+    charts: dict[str, Chart] = {}
+    title, _, _ = TITLES.get(name, name).partition(":")  # what explains it has no room beside a line's name
+    on_it = OVERVIEW.get(name, (name,))
+    for label, found in metrics.items():
+        for metric in on_it:
+            for series, points in found.get(metric, {}).items():
+                alone = on_it == (series,)
+                charts.setdefault(series, Chart(title if alone else f"{series}: {title}")).series[label] = points
+    return list(charts.values())
 
 
 def draw(chart: Chart, axis: str = "step") -> Text:

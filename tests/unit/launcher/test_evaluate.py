@@ -192,3 +192,62 @@ def test_roles_are_read_back_and_have_rows_of_their_own(run, tmp_path, write_lin
     text = write_result(result, tmp_path / "1").read_text()
     assert "words as w&lt;b" in text
     assert "w<b" not in text
+
+
+def answered(rights: int, of: int, samples: int = 4) -> EnvironmentAnswers:
+    right, wrong = Answer(True, 1.0, 10, False), Answer(False, 0.0, 30, True)
+    return EnvironmentAnswers(
+        [[right] * (samples // 2) + [wrong] * (samples // 2)] * rights + [[wrong] * samples] * (of - rights)
+    )
+
+
+def compared(capsys, *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", "--evaluations", *arguments])
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out + shown.err
+
+
+def test_evaluations_are_compared_by_the_names_of_their_runs(run, capsys):
+    for number in (1, 2, 10):
+        result = result_of({"of": "ended"}, {"words": answered(number, 10), "sums": answered(1, 2)}, seed=1)
+        write_result(result, run / "evaluations" / str(number))
+    other = run.parent / "other-eval"
+    write_result(result_of({"of": "other"}, {"words": answered(3, 10, samples=8)}, seed=1), other)
+    (other / "config.toml").write_text(CONFIG)
+    code, text = compared(capsys, "ended", "other-eval")
+    assert code == 0
+    words, sums = text.split("\nsums\n")
+    assert words.startswith("words\n")
+    rows = [line.split()[:4] for line in words.splitlines() if " % [" in line]
+    assert rows == [
+        ["ended/1", "10", "5.0", "%"], ["ended/2", "10", "10.0", "%"], ["ended/10", "10", "50.0", "%"],
+        ["other-eval", "10", "15.0", "%"],
+    ]  # fmt: skip
+    assert "ended/1, ended/2, ended/10: 4 answers to each problem, greedy" in words
+    assert "other-eval: 8 answers to each problem, greedy" in words
+    assert "pass@k  • ended/1 0.1  x ended/2 0.2  + ended/10 1  o other-eval 0.3" in words
+    assert "other-eval" not in sums
+    assert max(map(len, text.splitlines())) <= 100
+    only = compared(capsys, "runs/ended/evaluations/2", "ended/evaluations/10")[1]
+    assert [line.split()[0] for line in only.splitlines() if " % [" in line] == ["ended/2", "ended/10"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("ended",), "ended has no evaluation; slipstream eval ended makes one"),
+        (("nowhere",), "no run called nowhere"),
+        (("ended", "--metric", "loss"), "--evaluations takes no --metric"),
+        (("ended/evaluations/7",), "runs/ended/evaluations/7/evaluation.json is no evaluation, or is damaged"),
+        (("ended/evaluations/8",), "runs/ended/evaluations/8/evaluation.json cannot be read: Unterminated string"),
+    ],
+)
+def test_what_is_no_evaluation_is_told_in_one_line(run, capsys, arguments, sentence):
+    for number, text in ((7, '{"environments": {"words": {"accuracy": 1}}}'), (8, '{"environ')):
+        if f"ended/evaluations/{number}" in arguments:
+            (run / "evaluations" / str(number)).mkdir(parents=True)
+            (run / "evaluations" / str(number) / "evaluation.json").write_text(text)
+    code, text = compared(capsys, *arguments)
+    assert (code, text.count("\n")) == (2, 1), text
+    assert sentence in text

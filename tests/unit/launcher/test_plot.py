@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,57 @@ def test_the_kl_to_a_teacher_is_drawn_unless_told(run, capsys):
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"kind":"step","step":26,"teacher_kl":0.25}\n')
     assert "KL to the teacher, nats a token  • teacher_kl 0.25" in plot(capsys)[1]
+
+
+@pytest.fixture
+def other(run) -> Path:
+    """A second run, longer than the recorded one and without its curriculum."""
+    path = run.parent / "longer"
+    path.mkdir()
+    (path / "config.toml").write_text("")
+    steps = [
+        {"kind": "step", "step": step, "loss": 9.0 - step / 5, "reward_by_environment": {"spell_backward": 0.5}}
+        for step in range(1, 41)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in steps))
+    return path
+
+
+def test_runs_are_lines_of_one_chart_with_their_names(run, other, capsys):
+    code, out, _ = plot(capsys, "recorded", "longer", "--metric", "loss", "--metric", "reward")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[:2] == ["recorded: 25 steps", "longer: 40 steps"]
+    legends = [line for line in lines if "• recorded" in line or "x longer" in line]
+    assert legends[0].startswith("loss  • recorded ")
+    assert legends[0].endswith("  x longer 1")
+    assert any(line.startswith("spell_backward: reward by environment") for line in lines), "a chart for each line"
+    assert any(line.startswith("expression: reward by environment") for line in lines)
+    rows = [line.partition("│")[2] for line in lines if "│" in line][:9]
+    ends = {mark: max(row.rindex(mark) for row in rows if mark in row) for mark in "•x"}
+    assert ends["•"] == round((25 - 1) / (40 - 1) * ends["x"]), "steps are those of one axis"
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_the_overview_of_several_runs_is_what_is_compared(run, other, capsys):
+    _, out, _ = plot(capsys, str(run), str(other))
+    assert "accuracy on held-out problems  • recorded" in out
+    assert "tokens sampled a second  • recorded" in out
+    assert "phases" not in out
+    names = plot(capsys, "recorded", "longer", "--metric", "list")[1].split()
+    assert names == plot(capsys, "recorded", "--metric", "list")[1].split()
+    assert plot(capsys, "longer", "recorded", "--metric", "gradnorm")[2].endswith("did you mean 'grad_norm'?\n")
+    nothing = "recorded: 25 steps\nlonger: 40 steps, nothing to draw yet\n"
+    assert plot(capsys, "recorded", "longer", "--metric", "roles")[1] == nothing
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(run, capsys, tmp_path):
+    copy = tmp_path / "copies" / "recorded"
+    shutil.copytree(run, copy)
+    _, out, _ = plot(capsys, "recorded", str(copy), "--metric", "grad_norm")
+    assert "grad_norm  • runs/recorded 0.418  x copies/recorded 0.418" in out
+    code, _, error = plot(capsys, *["recorded"] * 9)
+    assert (code, error) == (2, "error: 9 runs: one chart takes 8 at most\n")
 
 
 def test_following_a_run_that_has_ended_shows_it_and_ends(run, capsys):

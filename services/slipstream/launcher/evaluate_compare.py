@@ -1,0 +1,82 @@
+"""`slipstream plot --evaluations`: what several evaluations found, beside each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.evaluate_results import FILE, open_console, print_figures
+from slipstream.launcher.plot import MOST_RUNS
+from slipstream.launcher.rundir import RunDir, find_run, find_services_run, shown
+
+Result = dict[str, Any]
+SHOWN = {
+    *("problems", "unanswered", "failed", "samples", "temperature", "pass_at_k"),
+    *("accuracy", "accuracy_interval", "reward_mean", "reward_interval", "tokens_mean", "truncated_fraction"),
+}
+"""What is read of each environment's figures."""
+
+
+def compare(references: Sequence[str]) -> int:
+    """Print all evaluations of these runs, or the newest run's. Raises `RunDirError`."""
+    results: dict[str, Result] = {}
+    for reference in references or [None]:
+        for label, path in evaluations_of(reference):
+            results[shown(path) if label in results else label] = read_result(path / FILE)
+    if len(results) > MOST_RUNS:
+        raise RunDirError(f"{len(results)} evaluations: one chart takes {MOST_RUNS} at most; name them")
+    console = open_console()
+    environments = dict.fromkeys(name for result in results.values() for name in result["environments"])
+    for environment in environments:
+        console.print(environment, style="bold", markup=False)
+        print_figures(
+            console,
+            {
+                label: result["environments"][environment]
+                for label, result in results.items()
+                if environment in result["environments"]
+            },
+            "evaluation",
+        )
+        console.print()
+    return 0
+
+
+def evaluations_of(reference: str | None, directory: Path = Path("runs")) -> list[tuple[str, Path]]:
+    """Labels and directories of a run's evaluations, or the one that is named. Raises `RunDirError`."""
+    for path in () if reference is None else (Path(reference), directory / reference):
+        if (path / FILE).exists() and not (path / "config.toml").exists():
+            path = path.resolve()
+            run = path.parent.parent.name if path.parent.name == "evaluations" else path.parent.name
+            return [(f"{run}/{path.name}", path)]
+    run = find_services_run(None, directory) if reference is None else find_run(reference, directory)
+    found = list(_of_run(run))
+    if not found:
+        raise RunDirError(f"{run.name} has no evaluation; slipstream eval {run.name} makes one")
+    return found
+
+
+def _of_run(run: RunDir) -> Iterator[tuple[str, Path]]:
+    if (run.path / FILE).exists():  # a run of `slipstream eval`
+        yield run.name, run.path
+    files = (run.path / "evaluations").glob(f"*/{FILE}")
+    for path in sorted((file.parent for file in files), key=lambda path: (len(path.name), path.name)):
+        yield f"{run.name}/{path.name}", path
+
+
+def read_result(file: Path) -> Result:
+    """The evaluation in a file. Raises `RunDirError`."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunDirError(f"{file} cannot be read: {reason}") from None
+    found = result.get("environments") if isinstance(result, dict) else None
+    if not isinstance(found, dict) or not all(
+        isinstance(each, dict) and each.keys() >= SHOWN for each in found.values()
+    ):
+        raise RunDirError(f"{file} is no evaluation, or is damaged")
+    return result
