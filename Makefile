@@ -38,6 +38,8 @@ comma := ,
 
 # Two cores are shared by all processes; more threads in each only get in each other's way.
 export OMP_NUM_THREADS := 1
+# A run is a dozen processes: none compiles again what another has imported.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-short test test-engines check check-static check-tests chaos proto proto-baseline install install-vllm clean
 
