@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from slipstream.models.base import Model
 from slipstream.models.head import target_logps
 from slipstream.models.light_import import light_imports
+from slipstream.models.turned import turn_at_once
 from slipstream.trainer import recompute
 from slipstream.trainer.muon import local
 from slipstream.trainer.parallel.context import context_of
@@ -171,7 +172,7 @@ def _norm_as_they_come(model: Any) -> None:
 
     On a card autocast has norms give float32, sums of which they take in any case. What goes through all experts would
     be twice as wide, and what blocks hand on would be float32 from the first block of experts on; only the norms within
-    attention stay so, as its kernels round what they take anyway.
+    attention stay so, as its kernels round what they take anyway; a kernel of ours may take their place.
     """
 
     def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -185,6 +186,7 @@ def _norm_as_they_come(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RMSNorm):
             module.forward = MethodType(forward if ".attention." in name else forward_alike, module)
+        turn_at_once(module)
 
 
 def shard(
