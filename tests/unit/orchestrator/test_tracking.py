@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -71,6 +75,28 @@ def test_weights_and_biases_offline_keeps_the_figures_and_a_resumed_run_its_name
     assert len({file.name for file in files}) == 1
     for name in (b"train/loss", b"train/reward_by_environment/reverse", b"evaluation/reverse"):
         assert all(name in logged(file) for file in files)
+
+
+def of_trackio(directory: Path, metric: str) -> list[tuple[int, float]]:
+    """Steps and values that the library's own command reads from its database."""
+    command = ["get", "metric", "--project", "slipstream", "--run", "watched", "--metric", metric, "--json"]
+    environment = {**os.environ, "TRACKIO_DIR": str(directory)}
+    done = subprocess.run(
+        [sys.executable, "-m", "trackio.cli", *command], check=True, capture_output=True, text=True, env=environment
+    )
+    return [(each["step"], each["value"]) for each in json.loads(done.stdout)["values"]]
+
+
+def test_trackio_keeps_the_figures_and_a_resumed_run_goes_on(run: TrackedRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(run.directory / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it looks for its directory when it is imported
+    before = lost("trackio", "failed")
+    for _ in range(2):  # the run, and the same one resumed
+        write_run(run, TrackerFeed([TrackioConfig(finish_timeout_s=60)], run))
+    assert lost("trackio", "failed") == before
+    assert of_trackio(run.directory / "trackio", "train/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))] * 2
+    assert of_trackio(run.directory / "trackio", "evaluation/reverse") == [(2, 0.5)] * 2
 
 
 def test_records_without_figures_of_a_step_are_not_shown():

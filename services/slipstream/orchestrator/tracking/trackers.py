@@ -90,7 +90,7 @@ class WeightsAndBiases:
 
 class Trackio:
     def __init__(self, config: TrackioConfig, run: TrackedRun) -> None:
-        import trackio  # pyright: ignore[reportMissingImports] an extra of few
+        import trackio
 
         self._run = trackio.init(
             project=config.project,
