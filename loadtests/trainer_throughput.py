@@ -35,7 +35,7 @@ import torch
 from trainer_runs import Figures, Runs, device_name, free
 from trainer_shapes import SHAPES
 
-from slipstream.models import expert_rows, head, turned
+from slipstream.models import attention, expert_rows, head, turned
 
 CONTEXT = 16384
 REPLAY_BUDGET = 1.03
@@ -61,6 +61,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, out:
         "compile": arguments.compile,
         "round_once": not arguments.round_each_pass,
         "plain_turns": arguments.plain_turns,
+        "grouped": arguments.grouped,
         "torch": torch.__version__,
     }
     runs = Runs(shape, arguments, device)
@@ -166,6 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="else the shape's own")
     parser.add_argument("--logits-gib", type=float, default=10.0, help="trainer.compute.logits_bytes, of float32")
+    parser.add_argument("--grouped", action="store_true", help="attention is given key and value heads unrepeated")
     parser.add_argument("--plain-turns", action="store_true", help="norm and rotation of queries by plain operators")
     parser.add_argument("--round-each-pass", action="store_true", help="trainer.compute.round_once = false")
     parser.add_argument("--compile", action="store_true", help="compile each block, of both")
@@ -211,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.all:
         return run_all(argv)
     device = torch.device(arguments.device)
+    if arguments.grouped:
+        attention.GROUPED_ON.add("cuda")
     if arguments.plain_turns:
         turned.FUSED_ON.clear()
     if arguments.flash:

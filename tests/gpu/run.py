@@ -75,6 +75,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "step_lora": (140, [*STEP, "--shape", "qwen3-30b-a3b-lora", "--micro-batches", "4", "--warm-up", "1"]),
     "step_moe": (150, [*STEP, "--shape", "moe-1b", "--warm-up", "1"]),
     "step_moe_rounded": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--round-each-pass"]),
+    "step_moe_grouped": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--grouped"]),
     "step_moe_turned": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--plain-turns"]),
     "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "3"]),
     "fp8_mismatch": (240, [sys.executable, "loadtests/fp8_mismatch_card.py", "--out", "{out}/fp8_mismatch.jsonl"]),

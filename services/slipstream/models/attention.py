@@ -52,13 +52,19 @@ class ContextAttention(Module):
         return attention_masks.attend(self.layer, q_BLNH, k_BLGH, v_BLGH, scale)
 
 
+GROUPED_ON: set[str] = set()
+"""Devices whose fused kernels of half precision are given key and value heads as they are, not repeated."""
+
+
 def causal(q_BLNH: Tensor, k_BLGH: Tensor, v_BLGH: Tensor, scale: float | None) -> Tensor:
     """Causal attention; key and value heads are repeated for the query heads that share them."""
     repeats = q_BLNH.shape[2] // k_BLGH.shape[2]
-    if repeats > 1:
+    grouped = repeats > 1 and q_BLNH.device.type in GROUPED_ON and q_BLNH.dtype in (torch.bfloat16, torch.float16)
+    if repeats > 1 and not grouped:
         k_BLGH, v_BLGH = k_BLGH.repeat_interleave(repeats, 2), v_BLGH.repeat_interleave(repeats, 2)
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLGH, v_BLGH))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 MAX_RAGGED_HEAD_DIM = 256

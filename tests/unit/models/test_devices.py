@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.models import attention
 from slipstream.models.attention import causal, takes_ragged
 from slipstream.models.deepseek_v3 import build_model as build_deepseek
 from slipstream.models.deepseek_v3.config import DeepseekV3Config
@@ -159,3 +160,11 @@ def test_widths_that_the_grouped_kernel_does_not_take_are_padded(out: int, wide:
     for loop, kernel in zip(*found, strict=True):
         assert kernel.shape == loop.shape
         assert (loop - kernel).norm() <= 0.02 * loop.norm()  # bfloat16
+
+
+def test_heads_that_are_not_repeated_see_the_same(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, heads, 16, generator=generator).bfloat16() for heads in (4, 2, 2))
+    repeated = causal(q, k, v, None)
+    monkeypatch.setattr(attention, "GROUPED_ON", {"cpu"})
+    torch.testing.assert_close(causal(q, k, v, None), repeated)
