@@ -13,13 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from slipstream.common.config_errors import ConfigError, suggest
 from slipstream.common.config_files import load_config
 from slipstream.common.config_help import help_text
+from slipstream.common.exits import REFUSED, end
 from slipstream.common.toml import dump_toml
 
 __all__ = [
@@ -219,7 +220,7 @@ def cli(config_class: type[Config], argv: Sequence[str] | None = None) -> Config
             sys.exit(0)
         config = load_config(config_class, arguments.files, arguments.overrides)
     except ConfigError as error:
-        _fail(str(error))
+        end(REFUSED, str(error))
     if arguments.dry_run:
         print(dump_toml(config), end="")
         sys.exit(0)
@@ -273,8 +274,3 @@ def _meant(argument: str) -> str:
     if argument.startswith("-"):
         return "; flags are --section.field=VALUE, --dry-run and --help"
     return "; expected '@ FILE.toml' or '--section.field=VALUE'"
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)

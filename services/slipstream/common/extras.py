@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
+
+from slipstream.common.exits import REFUSED, end
 
 RUN_MODULES = (
     "numpy",
@@ -85,8 +86,7 @@ def run_service(service: str) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    end(REFUSED, message)
 
 
 orchestrator = partial(run_service, "orchestrator")

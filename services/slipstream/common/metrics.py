@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.common.addresses import is_loopback
 from slipstream.common.config import ConfigError, ServiceConfig
+from slipstream.common.exits import cannot_listen
 
 log = structlog.get_logger()
 
@@ -128,7 +129,7 @@ def serve_metrics(config: ServiceConfig) -> Callable[[], None]:
             metrics.port, addr=metrics.host, client_auth_required=bool(options), **options
         )
     except OSError as error:
-        raise ConfigError(f"cannot serve metrics on {metrics.host}:{metrics.port}: {error.strerror}") from error
+        raise cannot_listen(f"serve metrics on {metrics.host}:{metrics.port}", error) from error
     log.info("metrics_served", host=metrics.host, port=metrics.port)
     return lambda: _end(server, thread)
 

@@ -40,7 +40,9 @@ from slipstream.common.addresses import is_loopback
 from slipstream.common.auth import Access, TokenCheck, exposed_secrets
 from slipstream.common.channel import SERVER_OPTIONS
 from slipstream.common.config import ConfigError, ServiceConfig, cli, host_port
+from slipstream.common.disk import no_room
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.exits import FAILED, REFUSED, ServiceFailed, cannot_listen, end
 from slipstream.common.handlers import Drain, HandlerRegistrar, ends_on_drain
 from slipstream.common.tls import try_certificates, watch_certificate
 
@@ -71,10 +73,6 @@ LAG_WARNING_S = 1.0
 ABLE_INTERVAL_S = 0.2
 
 
-class ServiceFailed(Exception):
-    """A loop that must run for the life of the process ended; the process exits non-zero."""
-
-
 class Service:
     """One gRPC server with its servicers, health and reflection, bound to a port and not yet started."""
 
@@ -103,13 +101,13 @@ class Service:
         try:
             _try_port(host, port)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {address}: {_reason(error)}") from None
+            raise cannot_listen(f"listen on {address}", error) from None
         try:
             if access.tls is None:
                 return self.server.add_insecure_port(address)
             return self.server.add_secure_port(address, access.tls.server_credentials())
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address}") from error
+            raise ServiceFailed(f"cannot listen on {address}") from error
 
     async def set_health(self, serving: bool) -> None:
         for name in self.names:
@@ -152,14 +150,14 @@ def run_service(
     """What `slipstream-NAME` does: read the command line, run until SIGTERM.
 
     `adapt` makes of a configuration that several processes share that of this one.
-    Exits with one line on standard error: 2 for a configuration or a file that cannot be used, 1 for a failure.
+    Exits with one line on standard error where it fails, and with a code of `exits.py`.
     """
     config = adapt(cli(config_class))
     try:
         telemetry.setup_logging(config, name)
     except OSError as error:
-        _end(2, f"log.file: {config.log.file}: {_reason(error)}")
-    code, sentence = 2, ""
+        end(FAILED if no_room(error) else REFUSED, f"log.file: {config.log.file}: {_reason(error)}")
+    code, sentence = REFUSED, ""
     try:
         tracing.setup(config, name)
         try:
@@ -170,15 +168,10 @@ def run_service(
     except ConfigError as error:
         sentence = str(error)
     except (ServiceFailed, SlipstreamError) as error:
-        code, sentence = 1, str(error)
+        code, sentence = FAILED, str(error)
     if config.log.file is not None:
         log.error("service_ended", reason=sentence, exit_code=code)
-    _end(code, sentence)
-
-
-def _end(code: int, sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(code)
+    end(code, sentence)
 
 
 async def serve(
@@ -190,7 +183,8 @@ async def serve(
     ready: asyncio.Event | None = None,
     able: Callable[[], bool] | None = None,
 ) -> None:
-    """Run a service until SIGTERM, then drain. Raises `ServiceFailed` when a loop raises or returns.
+    """Run a service until SIGTERM, then drain. Raises `ServiceFailed` when a loop raises or returns, and what a loop
+    raises as `ConfigError`.
 
     `on_start` gets the bound port before the loops begin. With `ready`, health says NOT_SERVING until it is set;
     with `able`, while it is False.
@@ -219,8 +213,9 @@ async def serve(
             await service.stop(on_drain)
             for task in tasks:
                 task.cancel()
-    except* ServiceFailed as failures:
-        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    except* (ConfigError, ServiceFailed) as failures:
+        first = min(failures.exceptions, key=lambda error: not isinstance(error, ConfigError))
+        raise first from first.__cause__
     finally:
         await service.server.stop(grace=None)
         end_metrics()
@@ -237,8 +232,11 @@ async def _never_return(name: str, loop: Loop) -> None:
     try:
         await loop()
     except Exception as error:
+        cause = _cause(error)
+        if isinstance(cause, ConfigError):
+            raise cause from None
         log.exception("loop_failed", loop=name)
-        raise ServiceFailed(f"loop {name!r} failed: {_cause(error)}") from error
+        raise ServiceFailed(f"loop {name!r} failed: {cause}") from error
     log.error("loop_returned", loop=name)
     raise ServiceFailed(f"loop {name!r} returned; it must run for the life of the process")
 

@@ -16,6 +16,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from slipstream.common.addresses import is_loopback
 from slipstream.common.config import ConfigError
+from slipstream.common.exits import cannot_listen
 from slipstream.gateway import telemetry
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.handlers import Handlers, in_openai_shape, refused
@@ -123,7 +124,7 @@ class HttpServer:
         telemetry.connections.read_from(lambda: self.connection_count)
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` where that is not possible."""
+        """Listen. Raises `ConfigError` where that is not possible, and `ServiceFailed` where the port is taken."""
         app = web.Application(middlewares=[_heard, in_openai_shape], client_max_size=self.config.max_body_bytes)
         app.add_routes(self._handlers.routes())
         self._runner = web.AppRunner(app)
@@ -153,7 +154,7 @@ class HttpServer:
                 backlog=BACKLOG,
             )
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}") from None
+            raise cannot_listen(f"listen on {host}:{port}", error) from None
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field
 from slipstream.common.config import Arguments, BaseConfig, ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_files import load_with_origins, read_toml
 from slipstream.common.config_help import help_text
+from slipstream.common.exits import REFUSED
 from slipstream.common.extras import FINE_TUNING_MODULES, explain, missing_modules
 from slipstream.launcher.config import RunConfig, RunSection
 from slipstream.launcher.errors import LauncherError
@@ -32,8 +33,6 @@ PROGRAM = "slipstream sft"
 RESUME = "--resume"
 SIGNALLED = 128
 """Exit codes above are those of signals."""
-REFUSED = 2
-"""What a rank exits with where configuration or data are wrong."""
 
 
 class ChatRunConfig(BaseConfig):

@@ -10,12 +10,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_errors import suggest
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
+from slipstream.common.exits import REFUSED, end
 from slipstream.common.extras import RUN_MODULES, explain, explain_import, missing_modules
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run, find_services_run, newest_running, shown
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path.append("")  # a third party's modules are found, and hide none of those that are installed
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
-        sys.exit(0 if arguments else 2)
+        sys.exit(0 if arguments else REFUSED)
     command, rest = arguments[0], arguments[1:]
     if command in SHORT_USAGE and {"-h", "--help"} & set(rest):
         print(SHORT_USAGE[command])
@@ -83,25 +84,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if run_command is None:
         known = [name for name in COMMANDS if name[0] != "-"]
         near = suggest(difflib.get_close_matches(command, known, n=1))
-        _fail(f"unknown command {command!r}{near or '; one of ' + ', '.join(known)}")
+        end(REFUSED, f"unknown command {command!r}{near or '; one of ' + ', '.join(known)}")
     try:
         sys.exit(run_command(rest))
     except (ConfigError, LauncherError) as error:
-        _fail(str(error))
+        end(REFUSED, str(error))
     except BrokenPipeError:  # `slipstream rl --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
         if error.errno not in NO_NAMES:
             raise
-        _fail(f"{error.filename}: {(error.strerror or '').lower()}")
+        end(REFUSED, f"{error.filename}: {(error.strerror or '').lower()}")
     except ModuleNotFoundError as error:
-        _fail(explain_import(f"slipstream {command}", error))
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+        end(REFUSED, explain_import(f"slipstream {command}", error))
 
 
 # What a command needs is imported when it runs, so that `slipstream status` does not wait for the rest.

@@ -104,7 +104,8 @@ class LauncherSection(BaseConfig):
 
     restart: Literal["never", "on_failure"] = "never"
     """What the death of a service means: the end of the run, or a restart. Valkey always restarts, and the trainer
-    where it writes checkpoints (`trainer.checkpoint`)."""
+    where it writes checkpoints (`trainer.checkpoint`). A service that exits with code 2, as what it was given cannot be
+    used, ends the run."""
 
     restart_budget: int = Field(default=5, ge=0)
     """Restarts of one service before the run ends after all."""

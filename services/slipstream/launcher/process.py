@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.common.disk import numbered
+from slipstream.common.exits import REFUSED
 from slipstream.launcher import child
 
 Ready = Callable[[], Awaitable[bool]]
@@ -93,6 +94,11 @@ class SupervisedProcess:
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
+
+    @property
+    def refused(self) -> bool:
+        """Whether it ended since what it was given cannot be used, as our own services say it (`exits.py`)."""
+        return self._popen.returncode == REFUSED and not self.spec.always_restart
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the service; SIGKILL goes to its whole group."""

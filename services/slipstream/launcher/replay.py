@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.errors import JournalCorrupt
+from slipstream.common.exits import REFUSED
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.ports import LOOPBACK
 from slipstream.launcher.resolve import resolve
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from slipstream.launcher.config import RunConfig
 
 FLAG = "--replay-rollouts"
-REFUSED = 2
 
 
 def recorded_run(arguments: list[str]) -> tuple[RunDir, list[str]]:

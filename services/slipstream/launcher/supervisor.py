@@ -158,8 +158,8 @@ class Supervisor:
         ended = [(process, process.exit_reason()) for process in self._running.values()]
         for process, reason in sorted(
             ((process, reason) for process, reason in ended if reason is not None),
-            # Of several at once, the one that was killed is the cause more often than the effect.
-            key=lambda item: not item[1].startswith("killed"),
+            # Of several at once, one that refused is a cause, and one that was killed more often than an effect.
+            key=lambda item: (not item[0].refused, not item[1].startswith("killed")),
         ):
             if self._running.pop(process.spec.replica, None) is None:
                 continue  # ended with another of its group
@@ -177,6 +177,8 @@ class Supervisor:
         spec = process.spec
         count = self._restarts.get(spec.replica, 0)
         budget = ALWAYS_RESTART_BUDGET if spec.always_restart else self._restart_budget
+        if process.refused and self._restart != "never":
+            self._give_up(spec, f"died ({reason}) and would again")
         if not spec.always_restart and (self._restart == "never" or not spec.resumable):
             self._give_up(spec, f"died ({reason})")
         if count >= budget:

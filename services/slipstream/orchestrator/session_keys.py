@@ -17,7 +17,8 @@ from pathlib import Path
 import structlog
 
 from slipstream.common.config import ConfigError
-from slipstream.common.disk import sync_directory
+from slipstream.common.disk import no_room, sync_directory
+from slipstream.common.exits import ServiceFailed
 
 log = structlog.get_logger()
 
@@ -29,13 +30,14 @@ class SessionKeys:
     """Makes keys. The secret is a file of the run directory that its owner alone can read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` for what cannot be read, or made."""
+        """Raises `ConfigError` for what cannot be read, or made, and `ServiceFailed` on a full disk."""
         self.path = path
         try:
             self._secret = _read(path) or _create(path)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise ConfigError(f"{path}, the secret of sessions' keys, cannot be read or made: {reason}") from None
+            kind = ServiceFailed if no_room(error) else ConfigError
+            raise kind(f"{path}, the secret of sessions' keys, cannot be read or made: {reason}") from None
         if path.stat().st_mode & stat.S_IROTH:
             log.warning("secret_readable_by_all", path=str(path), remedy=f"chmod 600 {path}")
 

@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 
 from slipstream.common import tracing
+from slipstream.common.config import ConfigError
 from slipstream.common.errors import (
     ContextTooLong,
     EnvironmentFailed,
@@ -262,7 +263,8 @@ class EnvironmentWorker:
         doubles while they live for seconds only.
 
         Raises:
-            EnvironmentFailed: the first one does not even start; an environment that cannot be imported, say.
+            ConfigError: the first one refuses its configuration; an environment that cannot be imported, say.
+            EnvironmentFailed: the first one does not even start.
         """
         pause_s = RESTART_PAUSE_S
         try:
@@ -403,7 +405,7 @@ class EnvironmentWorker:
         return reply
 
     async def _run_once(self) -> None:
-        started = False
+        started, refused = False, ""
         self._why = ""
         ours, theirs = socket.socketpair()
         report, their_report = os.pipe()
@@ -421,7 +423,10 @@ class EnvironmentWorker:
         try:
             while line := await reader.readline():
                 reply = json.loads(line)
-                if not started:  # the first line says that the environments are built
+                if not started:  # the first line says that the environments are built, or why they cannot be
+                    if "refused" in reply:
+                        refused = str(reply["refused"])
+                        continue
                     started = self._started_once = True
                     log.info("environment_worker_started", pid=self._process.pid, environments=self._environments)
                     self._epoch += 1
@@ -459,6 +464,8 @@ class EnvironmentWorker:
         why = self._why or "died"
         log.warning("environment_worker_ended", returncode=code, environments=self._environments, why=why)
         telemetry.environment_processes_ended.labels(self._environments, why).inc()
+        if refused and not self._started_once:
+            raise ConfigError(refused)
         if not (started or self._started_once):
             raise EnvironmentFailed(f"the environment worker does not start (exit code {code}); the log says why")
 

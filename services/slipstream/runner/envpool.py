@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
+from slipstream.common.config import ConfigError
 from slipstream.common.errors import EnvironmentFailed, EnvironmentReplaced, SlipstreamError
 from slipstream.environments.config import EnvironmentConfig
 from slipstream.runner.envclient import (
@@ -58,12 +59,12 @@ class EnvironmentPool:
         return not any(away for away, _ in (worker.load for worker in self._workers))
 
     async def run(self) -> None:
-        """Keep all processes running. Raises `EnvironmentFailed` when one never starts."""
+        """Keep all processes running. Raises what `EnvironmentWorker.run` raises when one never starts."""
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:
                     group.create_task(worker.run())
-        except* EnvironmentFailed as failed:
+        except* (ConfigError, EnvironmentFailed) as failed:
             error: BaseException = failed
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]

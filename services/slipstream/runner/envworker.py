@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -23,6 +24,7 @@ from slipstream.common import tracing
 from slipstream.common.auth import Access
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.errors import ContextTooLong, SlipstreamError
+from slipstream.common.exits import REFUSED
 from slipstream.common.runtime import die_with_parent
 from slipstream.common.sandbox_client import AWAY_TIMEOUT_S, SandboxClient
 from slipstream.common.telemetry import setup_logging
@@ -295,7 +297,9 @@ def main() -> None:
         asyncio.run(run(config, connection, int(sys.argv[3])))
     except ConfigError as error:
         log.error("environments_refused", reason=str(error))
-        sys.exit(2)
+        with suppress(OSError):  # the runner is gone
+            connection.sendall(encoded({"refused": str(error)}))
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

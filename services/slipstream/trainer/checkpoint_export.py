@@ -15,6 +15,7 @@ import torch
 from slipstream.common.config import ConfigError, load_config, parse_arguments
 from slipstream.common.disk import name_directory, replace_file, sync_directory
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.exits import FAILED, REFUSED, end
 from slipstream.common.version import PolicyVersion
 from slipstream.environments.tokenizer import CHAT_FILES, TOKENIZER_FILE
 from slipstream.models.checkpoint import save_tensors, to_hf
@@ -48,14 +49,16 @@ def export(config: TrainerConfig, version: PolicyVersion) -> None:
 def main() -> None:
     *arguments, flag, version = sys.argv[1:]
     if flag != "--version":
-        raise SystemExit("usage: python -m slipstream.trainer.checkpoint_export @ FILE --version VERSION")
+        end(REFUSED, "usage: python -m slipstream.trainer.checkpoint_export @ FILE --version VERSION")
     try:
         given = parse_arguments(arguments)
         config = load_config(TrainerConfig, given.files, given.overrides)
         torch.set_num_threads(config.torch_threads)
         export(config, PolicyVersion.parse(version))
-    except (SlipstreamError, ConfigError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+    except ConfigError as error:
+        end(REFUSED, str(error))
+    except (SlipstreamError, OSError) as error:
+        end(FAILED, str(error))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.exits import FAILED, REFUSED, end
 from slipstream.common.telemetry import setup_logging
 from slipstream.common.version import PolicyVersion
 from slipstream.models.checkpoint import load_model
@@ -58,8 +59,10 @@ def main() -> None:
     torch.set_num_threads(config.torch_threads)
     try:
         asyncio.run(publish(config))
-    except (SlipstreamError, ConfigError) as error:
-        raise SystemExit(f"error: {error}") from None
+    except ConfigError as error:
+        end(REFUSED, str(error))
+    except SlipstreamError as error:
+        end(FAILED, str(error))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from slipstream.api.training.v1 import batch_pb2
 from slipstream.common.compressed_lines import SUFFIX, read_compressed
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.disk import AppendFile, with_older
+from slipstream.common.exits import REFUSED, end
 from slipstream.common.telemetry import setup_logging
 from slipstream.common.version import PolicyVersion
 from slipstream.trainer.fetch import Part, RefId, ref_id
@@ -148,8 +148,7 @@ def main() -> None:
     try:
         run(config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        end(REFUSED, str(error))
 
 
 if __name__ == "__main__":

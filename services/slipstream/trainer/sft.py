@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.common.config import cli
+from slipstream.common.config import ConfigError, cli
+from slipstream.common.errors import SlipstreamError
+from slipstream.common.exits import FAILED, REFUSED, end
 from slipstream.common.telemetry import setup_logging
 from slipstream.models.base import Model
 from slipstream.trainer.config import SftConfig, TrainerConfig
@@ -135,13 +137,18 @@ def main() -> None:
     config = cli(TrainerConfig)
     setup_logging(config, "trainer")
     torch.set_num_threads(config.torch_threads)
-    prepare_model_dir_when_room(config)
 
     def on_progress(progress: SftProgress) -> None:
         if progress.step % PRINTED_STEPS == 0:
             print(f"step {progress.step}: loss {progress.loss:.3f}, validation {progress.accuracy:.2f}", flush=True)
 
-    _, figures = make_model(config, on_progress, Status())
+    try:
+        prepare_model_dir_when_room(config)
+        _, figures = make_model(config, on_progress, Status())
+    except ConfigError as error:
+        end(REFUSED, str(error))
+    except SlipstreamError as error:
+        end(FAILED, str(error))
     print(
         f"warmed up in {figures['sft_step']:.0f} steps, validation {figures['sft_accuracy']:.2f}: {config.model_dir}",
         flush=True,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.common.runtime import ServiceFailed, _never_return
+from slipstream.common.config import ConfigError
+from slipstream.common.runtime import ServiceFailed, _never_return, serve
 
 SERVICES = Path(__file__).resolve().parents[3] / "services"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SERVICES)}
@@ -98,6 +99,29 @@ def test_a_process_says_what_failed_inside_a_task_group():
 
     with pytest.raises(ServiceFailed, match=r"^loop 'watch' failed: the cause$"):
         asyncio.run(_never_return("watch", loop))
+
+
+def test_a_loop_that_refuses_its_configuration_says_so_to_whoever_started_the_process():
+    async def loop() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_raise(ConfigError("model/config.json is damaged")))
+
+    async def _raise(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(ConfigError, match=r"^model/config.json is damaged$"):
+        asyncio.run(_never_return("watch", loop))
+
+
+def test_of_two_loops_that_end_together_the_refusal_is_told(make_config):
+    async def fails() -> None:
+        raise ValueError("broken")
+
+    async def refuses() -> None:
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        asyncio.run(serve(make_config(), [], {"watch": fails, "other": refuses}))
 
 
 def test_log_lines_carry_run_service_and_replica(start, tmp_path):

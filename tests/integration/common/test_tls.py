@@ -192,7 +192,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, **pipes, **options)
 
 
-def test_a_service_that_cannot_start_ends_with_one_line_and_code_2(authorities, tmp_path):
+def test_a_service_that_cannot_start_says_why_in_one_line_and_by_its_code_whether_to_try_again(authorities, tmp_path):
     (tmp_path / "empty").touch()
     listening = start()
     assert listening.stdout is not None
@@ -200,16 +200,16 @@ def test_a_service_that_cannot_start_ends_with_one_line_and_code_2(authorities, 
     assert said.startswith("listening on 127.0.0.1:")
     assert said.endswith("(plain, no token)\n")
     cases = {
-        "address already in use": [f"--listen.port={said.split(':')[1].split()[0]}"],
-        "auth.token_file: missing: no such file or directory": ["--auth.token-file=missing"],
-        "is empty; it must hold the run's token": [f"--auth.token-file={tmp_path / 'empty'}"],
-        "tls.cert_file: missing: no such file": [f"--tls.{name}-file=missing" for name in ("cert", "key", "ca")],
+        "address already in use": (1, [f"--listen.port={said.split(':')[1].split()[0]}"]),
+        "auth.token_file: missing: no such file or directory": (2, ["--auth.token-file=missing"]),
+        "is empty; it must hold the run's token": (2, [f"--auth.token-file={tmp_path / 'empty'}"]),
+        "tls.cert_file: missing: no such file": (2, [f"--tls.{name}-file=missing" for name in ("cert", "key", "ca")]),
     }
     try:
-        started = {message: start(*arguments, cwd=tmp_path) for message, arguments in cases.items()}
-        for message, process in started.items():
+        started = {message: (code, start(*flags, cwd=tmp_path)) for message, (code, flags) in cases.items()}
+        for message, (code, process) in started.items():
             _, errors = process.communicate(timeout=60)
-            assert process.returncode == 2, errors
+            assert process.returncode == code, errors
             assert message in errors
             assert len(errors.splitlines()) == 1, errors
     finally:

@@ -30,7 +30,7 @@ async def test_a_service_whose_port_is_taken_ends_the_run_with_a_sentence(tmp_pa
             await asyncio.wait_for(supervisor.start([spec]), 40)
         await supervisor.stop()
     assert re.fullmatch(
-        rf"broadcaster died \(exited with code 2\): cannot listen on 127\.0\.0\.1:{port}: address already in use; "
+        rf"broadcaster died \(exited with code 1\): cannot listen on 127\.0\.0\.1:{port}: address already in use; "
         rf"its log is {tmp_path}/log \(and out\)",
         str(caught.value),
     )

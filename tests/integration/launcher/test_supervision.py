@@ -191,6 +191,41 @@ def test_what_cannot_be_resumed_is_not_restarted(launch):
     assert launched.events("service_restart") == []
 
 
+REFUSAL = "import sys; print('error: model/config.json is damaged', file=sys.stderr); sys.exit(2)"
+REFUSES_ON_TERM = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(2)); {SLEEP}"
+
+
+def test_what_was_refused_is_not_tried_again(launch):
+    launched = launch(restart="on_failure", router=SLEEP, decode=REFUSAL)
+    code, sentence = launched.end()
+    assert code == 1
+    told = "decode died (exited with code 2) and would again: model/config.json is damaged; its log is "
+    assert sentence.removeprefix("ready\n").startswith(told)
+    assert [event["replica"] for event in launched.events("service_started")] == ["router", "decode"]
+    assert launched.events("service_restart") == []
+
+
+def test_the_refusal_of_one_rank_counts_and_not_what_it_did_to_the_others(launch):
+    launched = launch(restart="on_failure", rank_0=SLEEP, rank_1=REFUSES_ON_TERM)
+    launched.wait_ready()
+    time.sleep(0.3)  # it has its handler
+    ranks = [psutil.Process(launched.pid(rank)) for rank in ("rank_0", "rank_1")]
+    launched.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    wait_until(lambda: all(rank.status() == psutil.STATUS_ZOMBIE for rank in ranks))
+    launched.process.send_signal(signal.SIGCONT)
+    code, sentence = launched.end()
+    assert (code, launched.events("service_restart")) == (1, [])
+    assert sentence.startswith("rank_1 died (exited with code 2) and would again; its log is ")
+
+
+def test_somebody_elses_program_may_mean_anything_by_code_2(launch):
+    launched = launch(restart="on_failure", router=SLEEP, valkey=REFUSAL)
+    wait_until(lambda: len(launched.events("service_restart")) > 1)
+    assert launched.process.poll() is None
+
+
 def test_valkey_restarts_whatever_the_policy(launch):
     launched = launch(valkey=SLEEP, router=SLEEP)
     launched.wait_ready()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.api.rollout.v1 import runner_pb2
-from slipstream.common.runtime import ServiceFailed
+from slipstream.common.config import ConfigError
 from slipstream.environments.config import ImportedConfig
 
 
@@ -114,5 +114,5 @@ async def test_groups_of_other_environments_go_on_while_one_dies_again_and_again
 async def test_an_environment_that_cannot_be_imported_ends_the_runner(start_world: Any) -> None:
     world = await start_world(environments=[ImportedConfig(name="gone", path="no_such_module:Environment")])
     async with asyncio.timeout(30):
-        with pytest.raises(ServiceFailed, match=r"the environment worker does not start \(exit code 2\)"):
+        with pytest.raises(ConfigError, match=r"environments\.gone: .*no_such_module"):
             await world.process

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
+from slipstream.common.exits import ServiceFailed
 from slipstream.common.metrics import Reading, RpcMetrics, serve_metrics
 
 MODULES = (
@@ -94,7 +95,7 @@ def test_a_taken_metrics_port_refuses_the_start():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="cannot serve metrics on 127"):
+        with pytest.raises(ServiceFailed, match="cannot serve metrics on 127"):
             serve_metrics(ServiceConfig(metrics=MetricsConfig(port=taken.getsockname()[1])))
 
 

@@ -33,8 +33,8 @@ from slipstream.common.errors import (
     VersionNotNewer,
     from_rpc_error,
 )
+from slipstream.common.exits import ServiceFailed
 from slipstream.common.rank_groups import RankGroup
-from slipstream.common.runtime import ServiceFailed
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import UpdateReport
 from slipstream.engine.worker.ballot import FAILED, SLACK_S, Ballot, ThreadVoice

@@ -16,6 +16,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.channels import Channels
 from slipstream.common.config import ConfigError
+from slipstream.common.exits import ServiceFailed
 from slipstream.common.runtime import keep_freed_memory, serve
 from slipstream.common.state import State
 from slipstream.engine.base import ReceivingEngine
@@ -143,6 +144,6 @@ async def _model_sizes(config: WorkerConfig) -> Sizes:
     deadline_s = time.monotonic() + config.model_timeout_s
     while not path.exists():
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"{path} did not appear in {config.model_timeout_s:g} s")
+            raise ServiceFailed(f"{path} did not appear in {config.model_timeout_s:g} s")
         await asyncio.sleep(0.2)
     return load_sizes(config.model_dir)

@@ -18,6 +18,7 @@ import torch
 from slipstream.common.config import ConfigError, cli
 from slipstream.common.disk import AppendFile, replace_file
 from slipstream.common.errors import CheckpointFailed, DiskFull
+from slipstream.common.exits import FAILED, REFUSED, ServiceFailed
 from slipstream.common.runtime import leave
 from slipstream.common.telemetry import setup_logging
 from slipstream.environments.chat_template import ChatTemplate
@@ -69,7 +70,7 @@ class Reporter:
 
 
 def main() -> None:
-    """Exits with 2 for what is wrong with configuration or data, with 1 for what goes wrong later."""
+    """Exits as a service does (`exits.py`): data that are wrong are `REFUSED`."""
     config = placed(cli(ChatConfig))
     setup_logging(config, "trainer")
     torch.set_num_threads(config.training.torch_threads)
@@ -83,13 +84,13 @@ def main() -> None:
                 _leave_model(config, finetuner)
             world.all_agree(True)  # rank 0 keeps what the others meet in: it is not to leave before them
     except BadRows as error:
-        _fail(2, config, "\n  ".join([str(error), *error.rows]))
+        _fail(REFUSED, config, "\n  ".join([str(error), *error.rows]))
     except ConfigError as error:
-        _fail(2, config, str(error))
-    except (Diverged, CheckpointFailed, DiskFull) as error:
-        _fail(1, config, str(error))
+        _fail(REFUSED, config, str(error))
+    except (Diverged, CheckpointFailed, DiskFull, ServiceFailed) as error:
+        _fail(FAILED, config, str(error))
     except RankLost as error:
-        _fail(1, config, str(error), told_by_all=True)
+        _fail(FAILED, config, str(error), told_by_all=True)
     leave()
 
 

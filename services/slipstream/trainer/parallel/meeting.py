@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.common.config import ConfigError
+from slipstream.common.exits import ServiceFailed
 from slipstream.trainer.compute import device_of
 from slipstream.trainer.config import ComputeConfig, ParallelConfig, RankConfig
 from slipstream.trainer.parallel.backend import backend_of, prepare
@@ -29,7 +30,12 @@ SILENCE_PART = 0.25
 
 
 def meet(place: RankConfig, parallel: ParallelConfig, compute: ComputeConfig) -> World:
-    """The world of all ranks, once they are there; of this one where it is alone. Raises `ConfigError`."""
+    """The world of all ranks, once they are there; of this one where it is alone.
+
+    Raises:
+        ConfigError: the address is none, or this machine lacks the device.
+        ServiceFailed: the ranks did not meet in time.
+    """
     device = device_of(compute, place.place)
     layout = parallel.layout(place.rank_count)
     if place.rank_count == 1:
@@ -39,8 +45,10 @@ def meet(place: RankConfig, parallel: ParallelConfig, compute: ComputeConfig) ->
         store, rank, count = next(
             iter(rendezvous(place.rendezvous, rank=place.rank, world_size=place.rank_count, timeout=start))
         )
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"rank {place.rank}: the ranks did not meet at {place.rendezvous}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"group.rendezvous is {place.rendezvous!r}: {error}") from None
+    except RuntimeError as error:  # one of them is late, or died and starts again
+        raise ServiceFailed(f"rank {place.rank}: the ranks did not meet at {place.rendezvous}: {error}") from None
     timeout = timedelta(seconds=parallel.timeout_s)
     prepare(device)
     dist.init_process_group(
