@@ -17,7 +17,7 @@ from slipstream.launcher.resolve import resolve
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, find_run, shown
 from slipstream.launcher.services import service_command, write_configs
 from slipstream.launcher.sft import REPLICA, run_children
-from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.journal import read_journal, segments
 from slipstream.orchestrator.replay import unpacked
 from slipstream.trainer.replay_config import ReplayConfig
 
@@ -82,7 +82,7 @@ def _write_plans(recorded: RunDir, target: Path) -> int:
 def _plans(recorded: RunDir) -> Iterator[tuple[int, batch_pb2.Plan]]:
     journal = recorded.path / "journal" / "journal.jsonl"
     try:
-        records = read_journal(journal).records if journal.exists() else []
+        records = read_journal(journal).records if segments(journal)[-1].exists() else []
     except JournalCorrupt as error:
         raise LauncherError(str(error)) from None
     for record in records:

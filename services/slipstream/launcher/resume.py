@@ -45,9 +45,10 @@ def find_resumable(arguments: list[str]) -> Resumable:
     if launcher_pid(run) is not None:
         raise RunDirError(f"{run.name} is running")
     journal = run.path / "journal" / "journal.jsonl"
-    if not journal.exists() and segments(journal)[:-1]:
+    *older, newest = segments(journal)
+    if not newest.exists() and older:
         raise RunDirError(f"{run.name} cannot go on: {shown(journal)}, the newest part of its journal, is missing")
-    if not journal.exists():
+    if not newest.exists():
         raise RunDirError(f"{run.name} never came to begin: it has no journal; start a new run")
     try:
         records = read_journal(journal).records

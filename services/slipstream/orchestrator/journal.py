@@ -10,6 +10,10 @@ long enough becomes a segment, `journal-<n of its first record>.jsonl`, and the 
 that came before it (`summary.py`); while that is written out, in a thread, records wait in memory, too. Beyond the
 bound the oldest segments go, as soon as every position they speak of has ended, and the summary that stands for them is
 on disk.
+
+The next file is made as `journal.new`, and takes the name of the one before once that has its own. Killed in between, a
+process leaves `journal.new` and no `journal.jsonl`: readers take the one for the other, and the next process names it.
+A journal whose newest file is missing otherwise is refused.
 """
 
 from __future__ import annotations
@@ -82,6 +86,7 @@ class Journal:
         self._head_bytes = 0
         """Size of the summary that the file begins with."""
         self._limit_bytes = limit_bytes
+        _finish_switch(path)
         self._fd = _open(path)
         self._segments: deque[Segment] = deque()
         try:
@@ -255,7 +260,7 @@ class Journal:
             self._append(time_s, kind, fields)
 
     def _switch(self, head: bytes) -> None:
-        fresh = self.path.with_suffix(".new")
+        fresh = _fresh(self.path)
         try:
             descriptor = _open(fresh)
         except OSError as error:
@@ -264,6 +269,7 @@ class Journal:
             return
         segment = self.path.with_name(f"{self.path.stem}-{self._first:012d}{self.path.suffix}")
         self.path.rename(segment)
+        sync_directory(self.path.parent)  # an outage must not leave the second name without the first
         fresh.rename(self.path)
         sync_directory(self.path.parent)
         self._segments.append(Segment(segment, self._size_bytes, self._last_position))
@@ -293,8 +299,9 @@ class Journal:
 
 
 def segments(path: Path) -> list[Path]:
-    """The files of a journal, oldest first."""
-    return [*sorted(path.parent.glob(f"{path.stem}-*{path.suffix}")), path]
+    """The files of a journal, oldest first. The newest is there, unless there is no journal, or it was lost."""
+    newest = _fresh(path) if not path.exists() and _fresh(path).exists() else path
+    return [*sorted(path.parent.glob(f"{path.stem}-*{path.suffix}")), newest]
 
 
 def read_journal(path: Path) -> Recovered:
@@ -306,6 +313,23 @@ def read_journal(path: Path) -> Recovered:
         records += part.records
         cut_bytes += part.cut_bytes
     return Recovered(records, cut_bytes)
+
+
+def _fresh(path: Path) -> Path:
+    """What the next file is called until it takes the place of the one before."""
+    return path.with_suffix(".new")
+
+
+def _finish_switch(path: Path) -> None:
+    """Do what is left of a switch in which a process was killed. Raises `JournalCorrupt` for a lost newest file."""
+    *older, newest = segments(path)
+    if newest != path:
+        newest.rename(path)
+        sync_directory(path.parent)
+    elif path.exists():
+        _fresh(path).unlink(missing_ok=True)  # the one before still has its name: nothing is in it
+    elif older:
+        raise JournalCorrupt(f"{path}, the newest part of the journal, is missing", path=str(path))
 
 
 def _open(path: Path) -> int:

@@ -116,6 +116,18 @@ def test_a_journal_that_knows_less_than_the_newest_checkpoint_is_not_gone_on_wit
     assert "journal.jsonl, the newest part of its journal, is missing" in refusal(capsys, "--resume", "demo")
 
 
+def test_a_run_that_was_killed_as_its_journal_began_another_file_goes_on(made) -> None:
+    run = made()
+    journal = run.path / "journal" / "journal.jsonl"
+    journal.rename(journal.with_name("journal-000000000000.jsonl"))
+    journal.with_suffix(".new").touch()
+    assert find_resumable(["--resume", "demo"]).run == run
+    records = Journal(journal)
+    assert [record["kind"] for record in records.take_recovered()] == ["run"]
+    records.close()
+    assert sorted(file.name for file in journal.parent.iterdir()) == ["journal-000000000000.jsonl", "journal.jsonl"]
+
+
 def test_without_checkpoints_there_are_no_weights_to_go_on_from(made, capsys) -> None:
     made("[trainer.checkpoint]\ninterval_steps = 0\n")
     assert "demo writes no checkpoints (trainer.checkpoint.interval_steps is 0)" in refusal(capsys, "--resume", "demo")
