@@ -15,6 +15,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ KNOWN_WAIT_S = 2.0
 _NAME = re.compile(r"session-[0-9a-f]{32}-\d+")
 """What is called otherwise was never told to anybody."""
 END_TIMEOUT_S = 8.0
+TEXTS_TIMEOUT_S = 30.0
+"""How long a group whose sessions are all over waits for their texts, in seconds: for a process that starts, say."""
 
 
 @dataclass
@@ -192,7 +195,8 @@ class SessionGroup:
                     self._cancelled = True
                     raise
             closed = [member for member in self.members if member.reward is not None]
-            group = [await self._finished(member) for member in closed]
+            said = await self._conversations(closed)
+            group = [_finished(member, said.get(member.session_id, [])) for member in closed]
             finished = True
             return group
         finally:
@@ -287,15 +291,24 @@ class SessionGroup:
         except TimeoutError:
             pass
 
-    async def _finished(self, member: Member) -> Finished:
-        assert member.reward is not None
-        try:
-            epoch = await member.memory.ready()
-            said = (await member.memory.call(epoch, "close"))["conversations"]
-        except SlipstreamError:  # the text is for people alone
-            said = []
-        score = ScoredSample(member.reward.reward, member.reward.reward > 0, said[0][-1]["content"] if said else "")
-        return Finished(member.samples.index, member.samples.sampled, score, "", member.samples.turn_count, said)
+    async def _conversations(self, members: list[Member]) -> dict[str, list[list[dict[str, Any]]]]:
+        """What was said in each session, by its id, as far as its text comes in time: it is for people alone."""
+        said: dict[str, list[list[dict[str, Any]]]] = {}
+
+        async def close(member: Member) -> None:
+            with suppress(SlipstreamError):
+                epoch = await member.memory.ready()
+                said[member.session_id] = (await member.memory.call(epoch, "close"))["conversations"]
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TEXTS_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+                for member in members:
+                    tasks.create_task(close(member))
+        for member in members:
+            if member.session_id not in said:
+                log.info("session_text_unknown", session_id=member.session_id)
+                self._texts.tell_session(member.session_id, "close")
+        return said
 
 
 class SessionRunner:
@@ -441,6 +454,12 @@ class SessionRunner:
         for session_id, (_, member) in self._open.items():
             if member.ended:
                 yield runner_pb2.EndedSession(session_id=session_id, reason=member.ended)
+
+
+def _finished(member: Member, said: list[list[dict[str, Any]]]) -> Finished:
+    assert member.reward is not None
+    score = ScoredSample(member.reward.reward, member.reward.reward > 0, said[0][-1]["content"] if said else "")
+    return Finished(member.samples.index, member.samples.sampled, score, "", member.samples.turn_count, said)
 
 
 def _ended(member: Member) -> SessionEnded:
