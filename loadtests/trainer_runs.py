@@ -22,7 +22,7 @@ from slipstream.trainer.step import Learner
 
 LONGEST = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.1875)
 """Parts of a model's own longest context that are tried in turn: what does not fit ends at once."""
-PROFILED_ROWS = 25
+PROFILED_ROWS = 40
 
 Figures = dict[str, Any]
 

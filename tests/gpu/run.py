@@ -75,6 +75,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "step_lora": (140, [*STEP, "--shape", "qwen3-30b-a3b-lora", "--micro-batches", "4", "--warm-up", "1"]),
     "step_moe": (150, [*STEP, "--shape", "moe-1b", "--warm-up", "1"]),
     "step_moe_rounded": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--round-each-pass"]),
+    "step_moe_kept": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--checkpointing", "none"]),
     "step_moe_grouped": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--grouped"]),
     "step_moe_turned": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--plain-turns"]),
     "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "3"]),
@@ -123,7 +124,8 @@ def main() -> int:
         if name.startswith(("load", "x2")):
             command = [*command, "--json", str(options.out / f"{name}.json")]
         if name == "throughput" or name.startswith("step"):
-            command = [*command, "--profile", str(options.out), "--out", str(options.out / f"{name}.jsonl")]
+            profile = options.out if name == "throughput" else options.out / f"profile-{name}.txt"
+            command = [*command, "--profile", str(profile), "--out", str(options.out / f"{name}.jsonl")]
         if name == "smollm2":
             command = [*command, "--out", str(options.out)]
         with ThreadPoolExecutor(options.shards) as pool:
