@@ -200,3 +200,27 @@ def test_the_kernels_of_a_card_take_a_linear_layer_and_give_gradients_of_its_sha
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
     assert card.takes(weight)
     assert not card.takes(torch.empty(4, 256, 192))
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # torchao's own
+@pytest.mark.parametrize("sizes", [[3, 0, 128, 130, 0], [0, 0, 5], [256, 1], [1]], ids=str)
+def test_rows_of_experts_are_padded_as_torchao_does(sizes):
+    from torchao.prototype.moe_training.kernels.mxfp8 import torch_pad_token_groups, torch_unpad_token_groups
+
+    rows = torch.randn(sum(sizes), 16, generator=torch.Generator().manual_seed(4))
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    expected, found = torch_pad_token_groups(rows, ends, 128), card.padded(rows, ends, alignment_size=128)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    made = 2.0 * found[0] + 1.0
+    back = card.unpadded(made, ends, found[1], len(rows), alignment_size=128)
+    assert torch.equal(back, torch_unpad_token_groups(made, ends, found[1], len(rows), 128))
+    assert torch.equal(back, 2.0 * rows + 1.0)
+
+
+def test_padding_reads_nothing_back():
+    """On `meta`, where whatever would read a value fails."""
+    rows, ends = torch.empty(9, 16, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    out, starts, _ = card.padded(rows, ends)
+    assert card.unpadded(out, ends, starts, 9).shape == rows.shape

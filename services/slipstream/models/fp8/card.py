@@ -1,7 +1,8 @@
 """The same products on a card: torchao's kernels, and DeepGEMM's for experts where it is installed, by itself or in
 vLLM, whose CUDA wheel has a copy. In bfloat16.
 
-T = tokens or rows routed to experts, sorted by expert; N, K = output and input features; E = experts.
+T = tokens or rows routed to experts, sorted by expert; N, K = output and input features; E = experts; R, M = rows of
+experts without and with padding, D = width.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,6 +57,43 @@ class _Torchao:
         _try_less(kernels, deepgemm_quant)
         self.linear: Any = linear
         self.grouped_mm: Any = grouped_mm
+        # Its own read the ends of all experts on the processor, which waits for the card, and copy expert by expert.
+        self.grouped_mm.pad_token_groups, self.grouped_mm.unpad_token_groups = padded, unpadded
+
+
+def padded(
+    rows_RD: Tensor, ends_E: Tensor, alignment_size: int = BLOCK, kernel_preference: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torchao's `pad_token_groups`, with nothing read back: each expert's rows start at a multiple of the alignment.
+
+    Returns rows, as many as there can be at most, and where each expert's begin and end, with zeros behind its own.
+    """
+    sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    room_E = (sizes_E + alignment_size - 1) // alignment_size * alignment_size
+    room_ends_E = room_E.cumsum(0, dtype=torch.int32)
+    starts_E = room_ends_E - room_E
+    most = -(-(len(rows_RD) + len(ends_E) * alignment_size) // alignment_size) * alignment_size
+    out_MD = rows_RD.new_zeros(most, rows_RD.shape[1])
+    return out_MD.index_copy_(0, _places(ends_E, starts_E, len(rows_RD)), rows_RD), starts_E, room_ends_E
+
+
+def unpadded(
+    rows_MD: Tensor,
+    ends_E: Tensor,
+    starts_E: Tensor,
+    count: int,
+    alignment_size: int = BLOCK,
+    kernel_preference: Any = None,
+) -> Tensor:
+    """torchao's `unpad_token_groups`: the rows that `padded` was given, of what was made of what it gave."""
+    return rows_MD.index_select(0, _places(ends_E, starts_E, count))
+
+
+def _places(ends_E: Tensor, starts_E: Tensor, count: int) -> Tensor:
+    """Where rows lie that begin at `starts_E`, and were one after another until `ends_E`."""
+    row_R = torch.arange(count, dtype=ends_E.dtype, device=ends_E.device)
+    shift_E = starts_E - ends_E + ends_E.diff(prepend=ends_E.new_zeros(1))
+    return (row_R + shift_E[torch.bucketize(row_R, ends_E, right=True)]).to(torch.int64)
 
 
 def _try_less(*modules: Any) -> None:
