@@ -165,7 +165,11 @@ def learner(
     optim = OptimConfig(
         lr=1e-3, balance_coefficient=balance, warmup_steps=0, offload_state=offload, offload_activations=offload
     )
-    world, config, passes = World(Layout(**layout), device=DEVICE), ParallelConfig(**parallel), Passes(bfloat16)
+    world, config, passes = (
+        World(Layout(**layout), device=DEVICE),
+        ParallelConfig(**parallel),
+        Passes(bfloat16, round_once=True),
+    )
     if not (filled or empty) or world.alone:
         return Learner(make(kind, seed).to(DEVICE), optim, LOSSES[loss], None, world, config, passes)
     with torch.device("meta"):
