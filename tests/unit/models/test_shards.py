@@ -171,4 +171,5 @@ def test_loading_takes_no_more_memory_than_the_model_and_one_file(tmp_path):
         [sys.executable, "-c", PEAK, small, large], capture_output=True, text=True, timeout=60, check=True
     )
     assert model_bytes > 8 * shard_bytes
-    assert model_bytes < int(done.stdout) < model_bytes + shard_bytes
+    objects_bytes = 1 << 20  # names, shapes and views
+    assert model_bytes < int(done.stdout) < model_bytes + shard_bytes + objects_bytes
