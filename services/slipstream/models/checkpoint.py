@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.common.config import ConfigError
 from slipstream.models.base import Model, Sizes
 from slipstream.models.lora.adapters import adapters_of
+from slipstream.models.meta import on_meta
 from slipstream.models.registry import BUILT_IN, find_architecture, save_sizes
 from slipstream.models.shards import SHARD_BYTES, ShardReader, check_layers, check_shapes, write_shards
 
@@ -38,7 +39,7 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
 
 def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Shapes of a whole checkpoint by name, from the model's own code; no memory is taken."""
-    with torch.device("meta"):
+    with on_meta():
         return shapes_of(find_architecture(sizes.architecture).build_model(sizes))
 
 

@@ -33,6 +33,8 @@ class Rope(CosSinRoPE):
 
     def _precompute_cache(self) -> Tensor:
         config, scaling = self.config, self.config.frequencies
+        if torch.empty(0).is_meta:
+            return torch.empty(config.max_seq_len, 2 * config.dim)  # see `on_meta`
         inverse = 1.0 / (config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
         if scaling is not None:
             inverse = _scaled(inverse, config, scaling)

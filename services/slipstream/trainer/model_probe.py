@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
 from slipstream.common.config import ConfigError
@@ -21,6 +20,7 @@ from slipstream.models.fp8.config import Fp8Config
 from slipstream.models.fp8.modules import convert
 from slipstream.models.lora.adapters import attach
 from slipstream.models.lora.config import AdapterConfig, LoraConfig
+from slipstream.models.meta import on_meta
 from slipstream.models.registry import find_architecture, sizes_of
 from slipstream.trainer.optim_config import ParameterGroupConfig
 
@@ -34,7 +34,7 @@ def problems(
     """The first thing that a model of these sizes does not have, if any: the key that names it, and a sentence."""
     if lora is None and fp8 is None and not groups:
         return []
-    with torch.device("meta"):
+    with on_meta():
         model = find_architecture(sizes.architecture).build_model(sizes)
     try:
         if fp8 is not None:

@@ -18,6 +18,17 @@ def test_models_load_neither_the_compiler_nor_pipelines_nor_distributed_checkpoi
     assert shown == "[]\n"
 
 
+def test_shapes_of_a_checkpoint_are_told_without_the_compiler():
+    shown = run(
+        "import sys\n"
+        "from slipstream.models.checkpoint import expected_shapes\n"
+        "from slipstream.models.qwen3_moe.config import MoeConfig\n"
+        "shapes = expected_shapes(MoeConfig(vocab_size=64))\n"
+        "print(shapes['model.norm.weight'], 'torch._dynamo' in sys.modules)"
+    )
+    assert shown == "(128,) False\n"
+
+
 def test_what_was_left_out_is_real_for_whoever_imports_it_later():
     shown = run(
         "import slipstream.models.titan, torch, torch.distributed.checkpoint as checkpoint\n"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.models.base import Model, Sizes
+from slipstream.models.meta import on_meta
 from slipstream.models.registry import find_architecture
 from slipstream.trainer.optimizer import plain_name
 from slipstream.trainer.parallel.export import held
@@ -20,7 +21,7 @@ from slipstream.trainer.parallel.world import World
 
 def without_weights(sizes: Sizes) -> Model:
     """The model on meta."""
-    with torch.device("meta"):
+    with on_meta():
         return find_architecture(sizes.architecture).build_model(sizes)
 
 
