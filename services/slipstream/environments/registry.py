@@ -10,6 +10,7 @@ registers it under:
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -40,6 +41,9 @@ OWN = {
 EXTRAS = ("verifiers", "textarena", "openenv")
 """Types whose library is an extra: all three have one name."""
 
+SUPPORTED = {"verifiers": ("0.1.14", "0.4", "later ones have no environments of a dataset and a rubric")}
+"""Of an extra's library the least version, the first that is too new, and why."""
+
 Factory = Callable[[EnvironmentConfig, int], AnyEnvironment]
 
 
@@ -62,7 +66,28 @@ def factory_of(config: EnvironmentConfig) -> Factory:
         return _registered(config.entry_point, where)
     if config.type in EXTRAS and find_spec(config.type) is None:
         raise ConfigError(f"{where}: {config.type} is not installed: pip install 'slipstream[{config.type}]'")
+    if config.type in SUPPORTED:
+        _check_version(config.type, where)
     return import_callable(config.path if isinstance(config, ImportedConfig) else OWN[config.type], where)
+
+
+def _check_version(library: str, where: str) -> None:
+    least, beyond, why = SUPPORTED[library]
+    try:
+        version = metadata.version(library)
+    except metadata.PackageNotFoundError:  # a source tree, of which nobody knows
+        return
+    if not _release(least) <= _release(version) < _release(beyond):
+        raise ConfigError(
+            f"{where}: {library} {version} is installed, and it takes {least} or later, below {beyond} ({why}): "
+            f"pip install 'slipstream[{library}]'"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Its numbers, without what marks a release before or after: 0.4.0rc1 counts as 0.4.0."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def registered() -> dict[str, metadata.EntryPoint]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from slipstream.environments.config import (
     ImportedConfig,
     SpellBackwardConfig,
 )
-from slipstream.environments.config_adapters import TextArenaConfig
+from slipstream.environments.config_adapters import TextArenaConfig, VerifiersConfig
 from slipstream.environments.listing import run
-from slipstream.environments.registry import EXTRAS, OWN, build_environments
+from slipstream.environments.registry import EXTRAS, OWN, SUPPORTED, build_environments, factory_of
 from slipstream.environments.roles import roles_of
 from slipstream.runner.config import RunnerConfig
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +117,40 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(library: str, m
     ) as caught:
         build_environments([config], 0)
     assert f"'slipstream[{library}]'" in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.1.9.post3", "0.4.0rc1", "0.4.0", "1.0"])
+def test_a_version_that_is_not_supported_is_refused_with_the_range(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(version, tmp_path, monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        build_environments([VerifiersConfig(id="x")], 0)
+    said = f"environments.verifiers: verifiers {version} is installed, and it takes 0.1.14 or later, below 0.4 "
+    assert str(caught.value).startswith(said)
+    assert str(caught.value).endswith("pip install 'slipstream[verifiers]'")
+
+
+@pytest.mark.parametrize("version", ["0.1.14", "0.2.1", "0.3.1.post1"])
+def test_supported_versions_of_verifiers_are_imported(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(version, tmp_path, monkeypatch)
+    monkeypatch.setitem(OWN, "verifiers", "third_party:Echo")  # theirs takes seconds to import
+    assert factory_of(VerifiersConfig(id="x")).__name__ == "Echo"
+
+
+def installed(version: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this version of verifiers were the one."""
+    (directory / "verifiers.dist-info").mkdir()
+    (directory / "verifiers.dist-info" / "METADATA").write_text(f"Name: verifiers\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def test_the_extra_takes_the_versions_that_are_supported() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for library, (least, beyond, _) in SUPPORTED.items():
+        assert f"{library}>={least},<{beyond}" in extras[library]
 
 
 def test_two_environments_of_one_name_are_refused() -> None:
