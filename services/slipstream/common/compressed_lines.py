@@ -7,7 +7,8 @@ machine left half-written is skipped up to the next frame.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,14 +30,17 @@ def encode_frame(lines: Sequence[bytes]) -> bytes:
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(b"".join(lines))
 
 
-def read_compressed(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, in order; none if it is missing. Frames and lines that are damaged are left out."""
+def read_compressed(path: Path, on_damage: Callable[[int], None] = lambda size: None) -> Iterator[dict[str, Any]]:
+    """Records of a file, in order; none if it is missing. Frames and lines that are damaged are left out.
+
+    `on_damage` is told the bytes of each place that holds no whole frame.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        for data in _frames(file):
+        for data in _frames(file, on_damage):
             for line in data.splitlines():
                 try:
                     record = json.loads(line)
@@ -46,13 +50,19 @@ def read_compressed(path: Path) -> Iterator[dict[str, Any]]:
                     yield record
 
 
-def _frames(file: BinaryIO) -> Iterator[bytes]:
-    offset = 0
+def _frames(file: BinaryIO, on_damage: Callable[[int], None]) -> Iterator[bytes]:
+    size = file.seek(0, SEEK_END)  # what comes later is none of it: somebody may be writing
+    offset = read_to = 0
     while (start := _next_frame(file, offset)) is not None:
         data, length = _frame(file, start)
-        if data is not None:
-            yield data
         offset = start + length
+        if data is not None:
+            if start > read_to:
+                on_damage(start - read_to)
+            read_to = offset
+            yield data
+    if size > read_to:
+        on_damage(size - read_to)
 
 
 def _frame(file: BinaryIO, start: int) -> tuple[bytes | None, int]:

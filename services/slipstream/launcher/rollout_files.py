@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,67 @@ def spans_of(record: dict[str, Any]) -> list[tuple[int, str]]:
     return [(int(n), str(version)) for sample in samples_of(record) for n, version in sample.get("versions", [])]
 
 
-def read_rollouts(directory: Path, pattern: str = f"*{SUFFIX}") -> Iterator[dict[str, Any]]:
-    """Records of all runners in `rollouts/`, of each the oldest first. Raises `RunDirError` for what is no file."""
+@dataclass
+class Damage:
+    """What was left out of rollouts that were read."""
+
+    bytes_by_file: dict[Path, int] = field(default_factory=dict[Path, int])
+    """Of no whole frame: damaged, or at the end of a file half-written."""
+    records: int = 0
+    """Records that no runner writes."""
+
+    def lose_bytes(self, path: Path, count: int) -> None:
+        self.bytes_by_file[path] = self.bytes_by_file.get(path, 0) + count
+
+    def sentences(self) -> list[str]:
+        """One for each file, and one for the records."""
+        said = [
+            f"{path}: {count} bytes are damaged or half-written, and left out"
+            for path, count in self.bytes_by_file.items()
+        ]
+        return [*said, *([f"{self.records} records are of no rollout, and left out"] if self.records else [])]
+
+
+def is_rollout(record: dict[str, Any]) -> bool:
+    """Whether its fields have the types that a runner writes."""
+    timings, further, roles = record.get("timings", {}), record.get("further_samples", []), record.get("roles", [])
+    if not isinstance(record.get("group_id", ""), str) or not isinstance(timings, dict):
+        return False
+    if not _are_tables(further) or not _are_tables(roles):
+        return False
+    numbers = [record.get(name, 0) for name in ("time_s", "reward", "turns", "attempt")]
+    numbers += [*timings.values(), *(role.get("reward", 0) for role in roles)]
+    return all(isinstance(each, int | float) for each in numbers) and all(
+        _are_pairs(sample.get(name, [])) for sample in (record, *further) for name in ("versions", "loss_ranges")
+    )
+
+
+def _are_tables(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(each, dict) for each in found)
+
+
+def _are_pairs(found: Any) -> bool:
+    """Lists of a number and what goes with it."""
+    return isinstance(found, list) and all(
+        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in found
+    )
+
+
+def read_rollouts(
+    directory: Path, pattern: str = f"*{SUFFIX}", damage: Damage | None = None
+) -> Iterator[dict[str, Any]]:
+    """Records of all runners in `rollouts/`, of each the oldest first. Raises `RunDirError` for what is no file.
+
+    What is left out is counted in `damage`.
+    """
+    damage = damage or Damage()
     for path in sorted(directory.glob(pattern)):
         for file in with_older(path):
             try:
-                yield from read_compressed(file)
+                for record in read_compressed(file, partial(damage.lose_bytes, file)):
+                    if is_rollout(record):
+                        yield record
+                    else:
+                        damage.records += 1
             except OSError as error:
                 raise RunDirError(f"{file} cannot be read: {error.strerror}") from None

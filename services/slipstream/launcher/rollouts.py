@@ -18,7 +18,7 @@ from slipstream.common.config import ConfigError
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.options import take
 from slipstream.launcher.outcomes import OUTCOMES, Outcomes, read_outcomes
-from slipstream.launcher.rollout_files import read_rollouts, rollout_id, spans_of
+from slipstream.launcher.rollout_files import Damage, read_rollouts, rollout_id, spans_of
 from slipstream.launcher.rundir import RunDir, find_services_run
 
 USAGE = """\
@@ -83,17 +83,26 @@ def rollouts(arguments: Sequence[str]) -> int:
     """Run the command. Raises `ConfigError` or `RunDirError` for what it cannot make sense of."""
     query = parse(arguments)
     run = find_services_run(query.run)
+    damage = Damage()
+    try:
+        return _tell(run, query, damage)
+    finally:
+        for sentence in damage.sentences():
+            print(f"note: {sentence}", file=sys.stderr)
+
+
+def _tell(run: RunDir, query: Query, damage: Damage) -> int:
     if query.show is not None:
-        return _show(run, query.show, as_json=query.json)
+        return _show(run, query.show, damage, as_json=query.json)
     if query.per_group is None and query.most_of_group:
         print("one of each group; --per-group 0 shows all", file=sys.stderr)
     if query.json:
-        for record in select(run, query):
+        for record in select(run, query, damage):
             print(json.dumps(record, ensure_ascii=True))
         return 0
     from slipstream.launcher.rollout_view import open_console, table_of
 
-    found = select(run, query)
+    found = select(run, query, damage)
     if not found:
         print(f"{run.name}: no rollout of this kind" if query.wanted else f"{run.name}: no rollouts yet")
         return 0
@@ -102,13 +111,13 @@ def rollouts(arguments: Sequence[str]) -> int:
     return 0
 
 
-def select(run: RunDir, query: Query) -> list[Record]:
+def select(run: RunDir, query: Query, damage: Damage) -> list[Record]:
     """The rollouts asked for, in order; of equal ones those recorded first."""
     limit, most = query.limit or math.inf, query.most_of_group or math.inf
     rank = _rank(query)
     groups: dict[str, list[Ranked]] = {}
     kept = 0
-    wanted = (record for record in annotated(run) if all(takes(record) for takes in query.wanted))
+    wanted = (record for record in annotated(run, damage) if all(takes(record) for takes in query.wanted))
     for number, record in enumerate(wanted):
         group = groups.setdefault(str(record.get("group_id")), [])
         heapq.heappush(group, (rank(record), -number, record))
@@ -133,10 +142,13 @@ def _grouped(ranked: Sequence[Ranked]) -> dict[str, list[Ranked]]:
     return groups
 
 
-def annotated(run: RunDir) -> Iterator[Record]:
-    """All rollouts of a run, each with its name, how many tokens it sampled, and what became of it."""
+def annotated(run: RunDir, damage: Damage | None = None) -> Iterator[Record]:
+    """All rollouts of a run, each with its name, how many tokens it sampled, and what became of it.
+
+    What cannot be read is counted in `damage`.
+    """
     outcomes = read_outcomes(run.path / "journal")
-    for record in read_rollouts(run.path / "rollouts"):
+    for record in read_rollouts(run.path / "rollouts", damage=damage):
         yield annotate(record, outcomes)
 
 
@@ -166,9 +178,9 @@ def _rank(query: Query) -> Callable[[Record], float]:
     return rank
 
 
-def _show(run: RunDir, name: str, *, as_json: bool) -> int:
+def _show(run: RunDir, name: str, damage: Damage, *, as_json: bool) -> int:
     near: list[str] = []
-    for record in annotated(run):
+    for record in annotated(run, damage):
         if name in (record["rollout"], record.get("session_id")):
             break
         if str(record.get("group_id")) == name and len(near) < 4:

@@ -40,6 +40,21 @@ def test_a_damaged_frame_costs_itself_alone(tmp_path: Path, damage) -> None:
     assert texts(tmp_path / "f", first + damage(second) + third) == ["a", "d"]
 
 
+def test_the_bytes_of_no_whole_frame_are_told(tmp_path: Path) -> None:
+    def told(*parts: bytes) -> list[int]:
+        (tmp_path / "f").write_bytes(b"".join(parts))
+        lost: list[int] = []
+        list(read_compressed(tmp_path / "f", lost.append))
+        return lost
+
+    first, second, third = frames(["a"], ["b" * 50, "c"], ["d"])
+    assert told(first, second, third) == []
+    assert told(first, second[:9], third) == [9]
+    assert told(b"junk", first, second, third[:-1]) == [4, len(third) - 1]
+    assert told(random.Random(0).randbytes(300_000)) == [300_000]
+    assert told() == []
+
+
 def test_a_flipped_byte_is_not_taken_for_text(tmp_path: Path) -> None:
     first, second, third = frames(["a"], [f"{n} apples" for n in range(50)], ["d"])
     for at in range(4, len(second), 7):

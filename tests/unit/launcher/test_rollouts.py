@@ -298,3 +298,29 @@ def test_roles_are_shown_with_their_rewards(run, capsys, write_rollouts):
     assert r"white 1 ✓, bl\x1back -0.5 untrained" in whole
     write_report(RunDir(run))
     assert "as white 1<br>" in (run / "report.html").read_text()
+
+
+def test_what_cannot_be_read_is_left_out_and_told(run, capsys, write_rollouts):
+    path = run / "rollouts" / "runner-1.jsonl.zst"
+    whole = path.read_bytes()
+    strange = {
+        "reward": "high",
+        "versions": [4, "1.0"],
+        "timings": {"total_s": None},
+        "roles": ["white"],
+        "group_id": 5,
+    }
+    records = [rollout(8, **{name: value}) for name, value in strange.items()]
+    write_rollouts(run / "rollouts" / "runner-2.jsonl.zst", [*records, rollout(8)])
+    path.write_bytes(b"damaged" + whole)
+    code, out, err = shown(capsys, "--limit", "0", "--json")
+    assert (code, len(out.splitlines())) == (0, 12)
+    assert err.splitlines() == [
+        f"note: {path}: 7 bytes are damaged or half-written, and left out",
+        "note: 5 records are of no rollout, and left out",
+    ]
+    path.write_bytes(b"damaged")
+    _, _, err = shown(capsys, "--show", "train-2.1.0")
+    assert "has no rollout called train-2.1.0" in err
+    assert "7 bytes are damaged" in err
+    assert write_report(RunDir(run)).exists()
