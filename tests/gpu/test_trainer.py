@@ -95,8 +95,8 @@ def batches(kind: str) -> list[list[TrainSequence]]:
 def learner(built: Any, device: torch.device, *, bfloat16: bool = False, **settings: Any) -> Learner:
     built.to(device)
     parallel = ParallelConfig(checkpointing=settings.pop("checkpointing", "none"))
-    optim = OptimConfig(lr=1e-3, warmup_steps=0, **settings)
     once = settings.pop("round_once", True)
+    optim = OptimConfig(lr=1e-3, warmup_steps=0, **settings)
     passes = Passes(bfloat16=bfloat16, logits_bytes=4 * 512 * 100, round_once=once)  # a hundred rows at once
     return Learner(built, optim, MaskedRatioLossConfig(), parallel=parallel, passes=passes)
 
