@@ -26,25 +26,33 @@ UNITS = {
 """What stands for the value of a number, by the end of its name."""
 
 
-def help_text(config_class: type[BaseModel], program: str, topic: str = "") -> str:
-    """All fields, or those of the section `topic`. Raises `ConfigError` where there is no such section."""
+def help_text(config_class: type[BaseModel], program: str, topic: str = "", also: str = "") -> str:
+    """All fields, or those of the section `topic`. Raises `ConfigError` where there is no such section.
+
+    `also` is what else the program takes.
+    """
     lines = [
         f"usage: {program} [@ FILE.toml]... [--section.field=VALUE]... [--dry-run] [--help [SECTION]]",
         "",
         "Defaults < files from left to right < flags from left to right. --dry-run prints the result.",
         "An item of a list is set by its number or name: --environments.0.weight=2",
-        "",
+        *(["", also] if also else []),
     ]
     if not topic and config_class.__doc__:
-        lines += [config_class.__doc__.strip().splitlines()[0], ""]
+        lines += ["", config_class.__doc__.strip().splitlines()[0]]
     if topic:
-        lines += _topic(config_class, topic.replace("-", "_").split("."))
+        lines += _apart(_topic(config_class, topic.replace("-", "_").split(".")))
     else:
-        lines += list(_table(config_class, (), None))
+        lines += _apart(list(_table(config_class, (), None)))
         sections = [name for name, field in config_class.model_fields.items() if models(field.annotation)]
         if sections:
             lines += ["", *wrap(f"--help SECTION shows one of: {', '.join(sections)}", WIDTH)]
     return "\n".join(lines)
+
+
+def _apart(lines: list[str]) -> list[str]:
+    """With one empty line before them."""
+    return lines if lines[:1] == [""] else ["", *lines]
 
 
 def _topic(config_class: type[BaseModel], keys: list[str]) -> list[str]:

@@ -26,6 +26,17 @@ from slipstream.common.config import ConfigError, TlsConfig, dump_toml
 from slipstream.launcher.errors import LauncherError
 
 USAGE = "usage: slipstream certs [DIR] [--host NAME]... [--days N] [--force]"
+HELP = f"""\
+{USAGE}
+
+Make an authority and one certificate for mutual TLS between all services, and print the [tls] section that names them.
+
+  DIR           where they go; certs unless told
+  --host NAME   a host name, such as *.example.org, or an address that peers call a service by, beside localhost; may be
+                repeated
+  --days N      how long they hold, 1 to 3650; 90 unless told
+  --force       write over those that are there
+"""
 ALWAYS = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS = 90
 MAX_DAYS = 3650
@@ -71,7 +82,7 @@ class CertificateFiles:
 def run_certs(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(USAGE)
+        print(HELP, end="")
         return 0
     directory, hosts, days, force = _parse(arguments)
     files = make_certificates(directory, hosts, days, force=force)

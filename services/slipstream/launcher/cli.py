@@ -57,11 +57,38 @@ RUN is a name in runs/ or a path; without it, the newest run is meant. `rl`, `up
 
 OF_A_RUN = "RUN is a name in runs/ or a path; without it, the newest run is meant."
 SHORT_USAGE = {
-    "status": f"usage: slipstream status [RUN]\n\nShow each service of a run, its version and its load. {OF_A_RUN}",
-    "stop": "usage: slipstream stop [RUN]\n\nEnd a run and wait until nothing of it is left. "
+    "status": f"usage: slipstream status [RUN]\n\nShow each service of a run, its version and its load.\n{OF_A_RUN}",
+    "stop": "usage: slipstream stop [RUN]\n\nEnd a run and wait until nothing of it is left.\n"
     "RUN is a name in runs/ or a path; without it, the newest run that is up is meant.",
-    "report": f"usage: slipstream report [RUN]\n\nMake report.json and report.html of a run again. {OF_A_RUN}",
+    "report": f"usage: slipstream report [RUN]\n\nMake report.json and report.html of a run again.\n{OF_A_RUN}",
 }
+
+RESUMES = "slipstream {} --resume RUN goes on with a run that was stopped or killed, from its last checkpoint."
+REPLAYS = "slipstream rl --replay-rollouts RUN trains once more what a run has stored, by the trainer alone."
+ALSO = {
+    "slipstream rl": f"{RESUMES.format('rl')}\n{REPLAYS}",
+    "slipstream up": RESUMES.format("up"),
+    "slipstream sft": "This is of the supervised warm-up. Fine-tuning on conversations has sections of its own:\n"
+    "--help data, --help start and --help training show them; slipstream sft --resume RUN goes on with it.",
+    "slipstream prepare": "--certs makes certificates for mutual TLS, too, for the hosts of the endpoints.",
+}
+"""What a command takes beside a configuration."""
+
+DEMOS = {"slipstream prepare": "--certs @ examples/demo.toml @ deploy/compose.toml"}
+"""What starts the demo, where that is not one file."""
+
+MEANT = {
+    **dict.fromkeys(("run", "train", "start", "launch"), "rl"),
+    **dict.fromkeys(("list", "ls", "ps", "runs"), "status"),
+    **dict.fromkeys(("kill", "down", "end"), "stop"),
+    **dict.fromkeys(("evaluate", "benchmark"), "eval"),
+    **dict.fromkeys(("finetune", "fine-tune"), "sft"),
+    "resume": "rl --resume",
+    "replay": "rl --replay-rollouts",
+    "serve": "up",
+    "version": "--version",
+}
+"""Commands by the names that other programs have for them."""
 
 
 NO_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
@@ -73,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not sys.flags.safe_path and "" not in sys.path:
         sys.path.append("")  # a third party's modules are found, and hide none of those that are installed
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help", *arguments[2:]]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         sys.exit(0 if arguments else REFUSED)
@@ -83,8 +112,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_command = COMMANDS.get(command)
     if run_command is None:
         known = [name for name in COMMANDS if name[0] != "-"]
-        near = suggest(difflib.get_close_matches(command, known, n=1))
-        end(REFUSED, f"unknown command {command!r}{near or '; one of ' + ', '.join(known)}")
+        flags = command.startswith("-")
+        meant = [MEANT[command]] if command in MEANT else []
+        near = meant or difflib.get_close_matches(command, ["--help", "--version"] if flags else known, n=1)
+        end(REFUSED, f"unknown command {command!r}{suggest(near) or '; one of ' + ', '.join(known)}")
     try:
         sys.exit(run_command(rest))
     except (ConfigError, LauncherError) as error:
@@ -281,10 +312,11 @@ def load(
     config_class = config_class or RUN_CONFIG
     given = parse_arguments(arguments)
     if given.help is not None:
-        print(help_text(config_class, program, given.help))
+        print(help_text(config_class, program, given.help, "" if given.help else ALSO.get(program, "")))
         return None
     if not given.files and not given.overrides:
-        raise ConfigError(f"no configuration is given; for the demo: {program} @ examples/demo.toml")
+        demo = DEMOS.get(program, "@ examples/demo.toml")
+        raise ConfigError(f"no configuration is given; for the demo: {program} {demo}")
     config, origins = load_with_origins(config_class, given.files, given.overrides)
     check(config, origins)
     missing = missing_modules(modules)
@@ -303,8 +335,9 @@ def load(
 
 
 def _reference(command: str, arguments: list[str]) -> str | None:
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise ConfigError(SHORT_USAGE[command].splitlines()[0])
+    odd = [argument for argument in arguments if argument.startswith("-")] or arguments[1:]
+    if odd:
+        raise ConfigError(f"{odd[0]!r} is not understood; {SHORT_USAGE[command].splitlines()[0]}")
     return arguments[0] if arguments else None
 
 

@@ -39,7 +39,7 @@ def run_prepare(arguments: Sequence[str]) -> int:
     """The command; returns the exit code. A repeat with the same configuration keeps what is there."""
     with_certificates = "--certs" in arguments
     rest = [argument for argument in arguments if argument != "--certs"]
-    config = load(rest, "slipstream prepare [--certs]", PREPARE_CONFIG, _MODULES, workers_here=False)
+    config = load(rest, "slipstream prepare", PREPARE_CONFIG, _MODULES, workers_here=False)
     if config is None:
         return 0
     endpoints: dict[str, str] = config.model_dump()["endpoints"]

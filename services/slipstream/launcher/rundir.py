@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import json
 import os
@@ -14,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from slipstream.common.auth import write_token
-from slipstream.common.config_errors import ConfigError
+from slipstream.common.config_errors import ConfigError, suggest
 from slipstream.common.config_files import read_toml
 from slipstream.common.disk import AppendFile, PatientFile
 from slipstream.launcher.errors import LauncherError, RunDirError
@@ -22,6 +23,8 @@ from slipstream.launcher.errors import LauncherError, RunDirError
 SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
 MAX_NAME_ATTEMPTS = 10_000
 EVENTS_BUFFER_BYTES = 1 << 20
+SHOWN_RUNS = 5
+"""When one is not found."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,31 @@ def find_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
             with contextlib.suppress(OSError):  # such as a name that is too long
                 if (path / "config.toml").exists():
                     return RunDir(path.resolve())
-        raise RunDirError(
-            f"no run called {reference}: neither {reference} nor {directory / reference} has a config.toml"
-        )
+        raise RunDirError(_no_run(reference, directory))
     runs = _newest_first(directory)
     if not runs:
         raise RunDirError(f"no run in {directory}/")
     return runs[0]
+
+
+def _no_run(reference: str, directory: Path) -> str:
+    """Why there is no such run, and which one may be meant."""
+    with contextlib.suppress(OSError):
+        if Path(reference).is_file():
+            hint = ", and a configuration follows an '@'" if reference.endswith(".toml") else ""
+            return f"{reference} is a file; a run is a directory, or its name in {directory}/{hint}"
+        if Path(reference).is_dir():
+            holds = [run.name for run in _newest_first(Path(reference))]
+            return f"{reference} is no run: it has no config.toml{_some(holds, '; it holds')}"
+    known = [run.name for run in _newest_first(directory)]
+    near = suggest(difflib.get_close_matches(Path(reference).name, known, n=1))
+    return f"no run called {reference} in {directory}/{near or _some(known, ', which has') or ', which has none'}"
+
+
+def _some(names: list[str], before: str) -> str:
+    """The first of the names; nothing where there are none."""
+    more = f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
+    return f"{before} {', '.join(names[:SHOWN_RUNS])}{more}" if names else ""
 
 
 def find_services_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:

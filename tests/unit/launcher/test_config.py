@@ -255,11 +255,52 @@ def test_a_dry_run_prints_and_makes_nothing(toml, capsys, monkeypatch):
     assert not Path("runs").exists()
 
 
-def test_an_unknown_command_exits_with_2(capsys):
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("statsu", "; did you mean 'status'?"),
+        ("train", "; did you mean 'rl'?"),
+        ("ls", "; did you mean 'status'?"),
+        ("resume", "; did you mean 'rl --resume'?"),
+        ("--verison", "; did you mean '--version'?"),
+        ("xyzzy", "; one of rl, up, sft, "),
+    ],
+)
+def test_an_unknown_command_exits_with_2_and_what_may_be_meant(word, says, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        main(["statsu"])
+        main([word])
     assert exit_info.value.code == 2
-    assert capsys.readouterr().err == "error: unknown command 'statsu'; did you mean 'status'?\n"
+    assert capsys.readouterr().err.startswith(f"error: unknown command '{word}'{says}")
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["--b"]])
+def test_a_word_too_many_is_named(words, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["report", *words])
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == f"error: '{words[-1]}' is not understood; usage: slipstream report [RUN]\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("rl", "slipstream rl --resume RUN goes on"),
+        ("sft", "--help data, --help start and --help training show them"),
+        ("prepare", "--certs makes certificates"),
+        ("certs", "--host NAME"),
+    ],
+)
+def test_help_tells_what_a_command_takes_beside_its_fields(command, says, capsys):
+    printed = []
+    for words in ([command, "--help"], ["help", command]):
+        with pytest.raises(SystemExit) as exit_info:
+            main(words)
+        assert exit_info.value.code == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert says in printed[0]
+    assert "\n\n\n" not in printed[0]
+    assert max(map(len, printed[0].splitlines())) <= 120
 
 
 def test_stopping_when_nothing_is_up_is_no_failure(tmp_path, capsys, monkeypatch):

@@ -58,6 +58,23 @@ def test_a_directory_in_use_is_refused_and_names_its_process(tmp_path):
     assert launcher_pid(run) is None
 
 
+def test_what_is_no_run_is_told_by_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("")
+    for number in range(7):
+        create_run_dir(tmp_path / "elsewhere", f"run-{number}").config_file.write_text("")
+    for reference, says in (
+        ("a.toml", "a.toml is a file; a run is a directory, or its name in runs/, and a configuration follows an '@'"),
+        ("elsewhere/run-1/logs", "elsewhere/run-1/logs is no run: it has no config.toml"),
+        ("none", "no run called none in runs/, which has none"),
+    ):
+        with pytest.raises(RunDirError) as caught:
+            find_run(reference)
+        assert str(caught.value) == says
+    with pytest.raises(RunDirError, match=r"elsewhere is no run: .*; it holds run-\d(, run-\d){4} and 2 more$"):
+        find_run("elsewhere")
+
+
 def test_a_run_is_found_by_name_by_path_and_as_the_newest(tmp_path):
     for name in ("old", "new"):
         run = create_run_dir(tmp_path, name)
@@ -66,8 +83,10 @@ def test_a_run_is_found_by_name_by_path_and_as_the_newest(tmp_path):
     assert find_run("old", tmp_path).path == tmp_path / "old"
     assert find_run(str(tmp_path / "new"), tmp_path).path == tmp_path / "new"
     assert find_run(None, tmp_path).name == "new"
-    with pytest.raises(RunDirError, match="no run called other"):
+    with pytest.raises(RunDirError, match=r"no run called other in .*, which has new, old$"):
         find_run("other", tmp_path)
+    with pytest.raises(RunDirError, match=r"no run called odl in .*; did you mean 'old'\?$"):
+        find_run("odl", tmp_path)
     assert newest_running(tmp_path) is None
     lock = RunLock(find_run("old", tmp_path))
     found = newest_running(tmp_path)
