@@ -23,6 +23,7 @@ import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.common.errors import (
+    Draining,
     EnvironmentFailed,
     InvalidRequest,
     RunnerSuperseded,
@@ -366,11 +367,14 @@ class RunnerLoops:
             self._outage.failed(rebuilt.message)
         else:
             log.warning("orchestrator_call_failed", call=what, reason=rebuilt.reason, detail=rebuilt.message)
+        if self.draining and isinstance(rebuilt, Draining | Unreachable):
+            self._idle.set()
         await asyncio.sleep(RETRY_S)
 
     async def drain(self) -> None:
         """Take no more groups and wait until what runs is reported. The caller bounds the time.
 
+        Where the orchestrator stops, too, or is away, nobody would take a report: what runs is left in the spool.
         Sessions last as long as their agents like: they are left to the next process of this runner, if it comes within
         the lease's time; otherwise the orchestrator takes them for lost.
         """

@@ -53,6 +53,7 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         self.epoch = "first"
         self.takes_reports = True
         self.answers_acquires = True
+        self.stops = False
         self.asked: list[runner_pb2.AcquireGroupsRequest] = []
         self.report_counts: Counter[str] = Counter()
         self.heartbeats: list[runner_pb2.HeartbeatRequest] = []
@@ -75,6 +76,8 @@ class FakeOrchestrator(runner_pb2_grpc.RunnerServiceServicer):
         return self._answers[request.request_id]
 
     async def Heartbeat(self, request: runner_pb2.HeartbeatRequest, context: Any) -> runner_pb2.HeartbeatResponse:
+        if self.stops:
+            raise Draining("this process is stopping")
         self.heartbeats.append(request)
         self.spool_bytes = request.spool_bytes
         for attempt in request.acknowledged:

@@ -240,3 +240,25 @@ async def test_a_drain_reports_what_runs(start_world: Any) -> None:
     async with asyncio.timeout(10):
         await world.process
     assert world.orchestrator.reports[group_id].outcome == runner_pb2.GROUP_OUTCOME_FINISHED
+
+
+@pytest.mark.parametrize("gone", ["stopping", "away"])
+async def test_a_drain_waits_for_nothing_where_the_orchestrator_stops_too(start_world: Any, gone: str) -> None:
+    world = await start_world(drain_timeout_s=50.0)
+    decode = world.workers["decode-1"]
+    decode.gate.clear()
+    group_id = await world.give()
+    await world.until(lambda: bool(decode.decodes))
+    world.orchestrator.stops = gone == "stopping"
+    if gone == "away":
+        await world.stop_orchestrator()
+    world.ask_to_stop()
+    async with asyncio.timeout(25):
+        await world.process
+    assert group_id not in world.orchestrator.reports
+    world.orchestrator.stops = False
+    if gone == "away":
+        await world.start_orchestrator()
+    decode.gate.set()
+    await world.restart()
+    assert (await world.report(group_id)).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
