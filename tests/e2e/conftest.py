@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from run_process import RunProcess, launch, launching
+from run_process import PREFILLING, RunProcess, launch, launching
 
 __all__ = ["launch"]
 
@@ -29,11 +29,10 @@ class FinishedRuns:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRuns]:
     with launching(tmp_path_factory.mktemp("pair")) as start:
-        bounded = start("bounded", "--decode.replicas", "2", "--orchestrator.total-steps", "8", *EVALUATED, *TRACED)
+        pools = (*PREFILLING, "--decode.replicas", "2")
+        bounded = start("bounded", *pools, "--orchestrator.total-steps", "8", *EVALUATED, *TRACED)
         ranks = ("--trainer.nproc", "2")
-        synchronous = start(
-            "synchronous", "--orchestrator.max-off-policy-steps", "0", "--prefill.replicas", "0", *ranks
-        )
+        synchronous = start("synchronous", "--orchestrator.max-off-policy-steps", "0", *ranks)
         for run in (bounded, synchronous):
             run.wait_up()
         yield FinishedRuns(bounded, synchronous, [run.end(FINISH_TIMEOUT_S) for run in (bounded, synchronous)])

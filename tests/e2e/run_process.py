@@ -26,6 +26,9 @@ from slipstream.launcher.rollout_files import read_rollouts
 HERE = Path(__file__).parent
 SERVICES = HERE.parents[1] / "services"
 
+PREFILLING = ("--prefill.replicas", "1")
+"""A worker that computes prompts, beside the one that samples."""
+
 TERMINAL = {"filtered", "failed", "dropped", "aged_out", "cancelled"}
 """How a position ends that is not sealed."""
 
@@ -41,6 +44,10 @@ total_steps = 4
 groups_per_step = 4
 samples_per_group = 4
 micro_batch_tokens = 1024
+
+# Who needs a prefill pool says so: it takes a fifth of a run's start.
+[prefill]
+replicas = 0
 
 [decode]
 replicas = 1

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from run_process import RunProcess, environment
+from run_process import PREFILLING, RunProcess, environment
 
 from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
@@ -49,7 +49,7 @@ WORKING = (
 
 
 def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
-    asked = launch("asked", *MANY_STEPS, command="up")
+    asked = launch("asked", *MANY_STEPS, *PREFILLING, command="up")
     interrupted = launch("interrupted", *MANY_STEPS)
     asked.wait_up()
     interrupted.wait_up()
@@ -187,7 +187,7 @@ def test_a_run_over_mutual_tls_finishes_and_answers_status(launch, tmp_path):
     """The certificates are named as `examples/tls.toml` names them, relative to where the command is typed."""
     make_certificates(tmp_path / "certs", [], 1)
     overlay = Path(__file__).parents[2] / "examples" / "tls.toml"
-    run = launch("secured", "@", str(overlay), "--orchestrator.total-steps", "2")
+    run = launch("secured", "@", str(overlay), "--orchestrator.total-steps", "2", *PREFILLING)
     run.wait_up()
     status = run.slipstream("status", "runs/secured")
     assert "away" not in status.stdout, status.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_process import said_by
+from run_process import PREFILLING, said_by
 
 from slipstream.environments.tokenizer import TextCodec
 
@@ -27,7 +27,7 @@ GUESSING = (
 @pytest.mark.timeout(240)
 def test_an_environment_that_takes_turns_trains(launch: Any, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path)
-    run = launch("turns", *GUESSING)
+    run = launch("turns", *PREFILLING, *GUESSING)
     assert run.end(200.0) == 0, run.output
     assert [record["step"] for record in run.metrics("step")][-1] == 4
     codec = TextCodec.load(run.path / "model")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from run_process import RunProcess, terminal_outcomes
+from run_process import PREFILLING, RunProcess, terminal_outcomes
 
 pytestmark = pytest.mark.timeout(420, func_only=False)
 
@@ -22,6 +22,7 @@ POOLS = [
 def test_a_run_with_both_pools_on_vllm_trains_on_tokens_and_routes_from_both(launch: Callable[..., RunProcess]):
     run = launch(
         "pools",
+        *PREFILLING,
         *POOLS,
         *("--orchestrator.total-steps", str(STEPS)),
         *("--orchestrator.pool-timeout-s", "180", "--orchestrator.stall-timeout-s", "240"),

@@ -16,7 +16,7 @@ from run_process import RunProcess, lives, terminal_outcomes
 pytestmark = pytest.mark.timeout(420, func_only=False)
 
 ON_VLLM = (
-    *("--prefill.replicas", "0", "--decode.engine.type", "vllm", "--decode.engine.block-count", "256"),
+    *("--decode.engine.type", "vllm", "--decode.engine.block-count", "256"),
     *("--orchestrator.pool-timeout-s", "180", "--orchestrator.stall-timeout-s", "240"),
     *("--launcher.restart", "on_failure"),
 )

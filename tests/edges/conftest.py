@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from run_process import launching
+from run_process import PREFILLING, launching
 from stack import REPLICAS, Stack
 
 SEED = int(os.environ.get("SLIPSTREAM_EDGES_SEED", "1"))
@@ -16,7 +16,7 @@ SEED = int(os.environ.get("SLIPSTREAM_EDGES_SEED", "1"))
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with launching(tmp_path_factory.mktemp("edges")) as start:
-        run = start("edges", "--orchestrator.total-steps", "100000", command="up")
+        run = start("edges", *PREFILLING, "--orchestrator.total-steps", "100000", command="up")
         run.wait_up()
         run.wait_step(2)
         under_fire = Stack(run, SEED)

@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from run_process import described, marked
+from run_process import PREFILLING, described, marked
 
 pytestmark = pytest.mark.timeout(180, func_only=False)
 
@@ -21,10 +21,11 @@ LEFT_S = 98765
 
 
 @pytest.fixture
-def training(launch, tmp_path):
+def training(launch, tmp_path, request):
     """A run in training whose groups are being judged in sandboxes, and what marks those."""
     marker = f"marker {tmp_path}"
-    run = launch("run", options=f'sandbox_s = 100.0\nmarker = "{marker}"\nleaves = {LEFT_S}')
+    pools = PREFILLING if "prefill-1" in request.node.name else ()
+    run = launch("run", *pools, options=f'sandbox_s = 100.0\nmarker = "{marker}"\nleaves = {LEFT_S}')
     run.wait_until(lambda: marked(marker))
     assert any(str(LEFT_S) in command for command in map(described, run.processes()))
     return run, marker

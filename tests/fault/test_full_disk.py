@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 import pytest
-from run_process import terminal_outcomes
+from run_process import PREFILLING, terminal_outcomes
 
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
@@ -23,7 +23,7 @@ NO_THRESHOLD = ("--orchestrator.disk.min-free-bytes", "0")
 def start(launch, small_disk):
     def start(*arguments: str):
         disk = small_disk(96 * MIB)
-        run = launch("run", "--orchestrator.total-steps", str(STEPS), *arguments, disk=disk)
+        run = launch("run", *PREFILLING, "--orchestrator.total-steps", str(STEPS), *arguments, disk=disk)
         run.wait_step(2)
         return run, disk
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from run_process import RunProcess, terminal_outcomes
+from run_process import PREFILLING, RunProcess, terminal_outcomes
 
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.common.auth import Access, read_token
@@ -69,6 +69,7 @@ def versions(workers: Workers, group: str) -> set[PolicyVersion]:
 async def test_a_dead_rank_takes_its_group_out_until_it_is_whole_and_the_run_loses_nothing(launch):
     run = launch(
         "run",
+        *PREFILLING,
         *("--decode.replicas", "2", "--decode.data-parallel-size", "2"),
         *("--launcher.restart", "on_failure", "--orchestrator.total-steps", str(STEPS)),
         # Nothing is learned, so that rewards go on to differ and steps to come at the same pace.
