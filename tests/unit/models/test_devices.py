@@ -47,6 +47,22 @@ def test_starts_say_where_documents_lie():
     torch.testing.assert_close(documents.attend(0, q, k, v, None), alone)
 
 
+@pytest.mark.parametrize(("lengths", "ragged"), [([6, 5, 8], False), ([8, 8, 8], False), ([1, 1, 2, 8], True)], ids=str)
+def test_documents_of_like_lengths_are_padded_on_a_card(lengths, ragged, monkeypatch):
+    """There cuDNN's kernel is faster than the one for ragged documents."""
+    asked = []
+
+    def attend(q: Tensor, *_: object) -> Tensor:
+        asked.append(q.shape)
+        return q
+
+    monkeypatch.setattr("slipstream.models.documents.takes_ragged", lambda *_: True)
+    monkeypatch.setattr("slipstream.models.documents.ragged_causal", attend)
+    q, k, v = (torch.randn(1, sum(lengths), heads, 8) for heads in (4, 2, 2))
+    Documents.of_lengths(lengths).attend(0, q, k, v, None)
+    assert bool(asked) == ragged
+
+
 def test_documents_move_as_a_whole():
     moved = Documents.of_lengths(LENGTHS, META)
     assert {value.device for value in vars(moved).values() if isinstance(value, Tensor)} == {META}
