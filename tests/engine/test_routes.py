@@ -257,3 +257,24 @@ async def test_rows_of_two_requests_never_meet_under_one_key(bench: Bench):
     assert (rows.first_position, rows.end) == (30, len(tokens) - 1)
     equal = (np.sort(rows.rows, -1) == np.sort(live.routes[30:-1], -1)).all((1, 2))
     assert (equal | (live.margin < near_tie())).all()
+
+
+async def test_what_was_sampled_before_an_abort_has_its_rows(bench: Bench):
+    """Whoever ends a turn early, for what it says, keeps its tokens; and the prompt's rows are there as ever."""
+    request = bench.request(prompt_of(21), samples=2, max_new_tokens=200)
+    samples = [Finished(), Finished()]
+    aborting: list[asyncio.Task[int]] = []
+    async with asyncio.timeout(60):
+        async for chunk in bench.engine.decode(request, flush_s=0.01):
+            samples[chunk.sample_index].add(chunk)
+            if not aborting and all(len(sample.token_ids) >= 5 for sample in samples):
+                aborting.append(asyncio.create_task(bench.engine.abort(request.request_id)))
+    assert await aborting[0] == 2, "it was let run to its end"
+    assert {sample.finish_reason for sample in samples} == {"aborted"}
+    if expect_none(bench, request):
+        return
+    for index, sample in enumerate(samples):
+        own = bench.engine.routes(request.sample_ids[index])
+        tokens = tokens_of(request, sample)
+        assert (own.first_position, own.end, own.unknown_ranges) == (20, len(tokens) - 1, ())
+        assert same(rows_of(bench, request, index), bench.oracle.forward(tokens))

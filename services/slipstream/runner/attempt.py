@@ -102,6 +102,10 @@ class TurnAttempt:
         self._told = dict.fromkeys(rollouts, 0)
         self._stopped: set[int] = set()
         """Rollouts whose turn whoever listens has ended."""
+        self._running = set(rollouts)
+        """Rollouts that the decode worker has not told the end of."""
+        self._asked_to_end = False
+        """Whether the decode worker was, of all that runs."""
         self.request_id = attempt_name(assignment) + self._suffix
         self.placement: routing_pb2.PlaceResponse | None = None
         self.segments = {index: Segment() for index in rollouts}
@@ -191,23 +195,51 @@ class TurnAttempt:
 
     async def _decode(self, stream: Any) -> None:
         """Take in what a stream delivers, to its end or to where nobody wants more."""
-        indexes = list(self._rollouts)
         async for message in stream:
-            for chunk in message.chunks:
-                if indexes[chunk.sample_index] not in self._stopped:
-                    self.segments[indexes[chunk.sample_index]].extend(chunk)
-                if not self._prefilling:
-                    self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
-                if chunk.finish_reason in (STOP, LENGTH) and self._spares is not None:
-                    self._spares.ended(indexes[chunk.sample_index])
-            if message.HasField("prompt_routes"):
-                self._prompt_routes = message.prompt_routes
-            if any(self._given_up(index) for index in indexes):
+            self._take_in(message)
+            if any(self._given_up(index) for index in self._rollouts):
                 stream.cancel()
                 return
-            if self._wish.listen is not None and await self._tell(self._wish.listen):
-                stream.cancel()
-                return
+            if self._wish.listen is not None and await self._tell(self._wish.listen) and self._running:
+                return await self._end_early(stream)
+
+    def _take_in(self, message: decode_pb2.DecodeResponse) -> None:
+        indexes = list(self._rollouts)
+        for chunk in message.chunks:
+            index = indexes[chunk.sample_index]
+            if index not in self._stopped:
+                self.segments[index].extend(chunk)
+            elif chunk.HasField("routes"):
+                self.segments[index].routes = chunk.routes
+            if chunk.finish_reason:
+                self._running.discard(index)
+            if not self._prefilling:
+                self._cached_token_count = max(self._cached_token_count, chunk.cached_token_count)
+            if chunk.finish_reason in (STOP, LENGTH) and self._spares is not None:
+                self._spares.ended(index)
+        if message.HasField("prompt_routes"):
+            self._prompt_routes = message.prompt_routes
+
+    async def _end_early(self, stream: Any) -> None:
+        """Have the worker end what nobody wants more of; its last word is where the routes are. Without it they are
+        unknown."""
+        assert self.placement is not None
+        worker = self.placement.decode
+        self._asked_to_end = True
+        try:
+            with errors.rpc_errors():
+                async with asyncio.timeout(ABORT_TIMEOUT_S), self._inference.watch.asking(worker):
+                    await self._abort_decode(worker)
+                    async for message in stream:
+                        self._take_in(message)
+        except (errors.SlipstreamError, TimeoutError) as error:
+            log.info("routes_of_stopped_unknown", request_id=self.request_id, replica=worker.replica, detail=str(error))
+        finally:
+            stream.cancel()
+
+    def _abort_decode(self, worker: routing_pb2.WorkerRef) -> Awaitable[object]:
+        request = decode_pb2.DecodeServiceAbortRequest(request_id=self.request_id, worker_epoch=worker.epoch)
+        return self._peers.decode(worker.address).Abort(request, timeout=ABORT_TIMEOUT_S)
 
     def _given_up(self, index: int) -> bool:
         return self._spares is not None and self._spares.gives_up(index)
@@ -339,10 +371,9 @@ class TurnAttempt:
         if self.placement is None:
             return
         aborts: list[tuple[routing_pb2.WorkerRef, Awaitable[object]]] = []
-        if self._decoding:
+        if self._decoding and not self._asked_to_end:
             worker = self.placement.decode
-            abort = decode_pb2.DecodeServiceAbortRequest(request_id=self.request_id, worker_epoch=worker.epoch)
-            aborts.append((worker, self._peers.decode(worker.address).Abort(abort, timeout=ABORT_TIMEOUT_S)))
+            aborts.append((worker, self._abort_decode(worker)))
         if self._prefilling:
             worker = self.placement.prefill
             abort = prefill_pb2.PrefillServiceAbortRequest(request_id=self.request_id, worker_epoch=worker.epoch)

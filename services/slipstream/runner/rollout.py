@@ -34,7 +34,7 @@ class Segment:
     spans: list[types_pb2.VersionSpan] = field(default_factory=list[types_pb2.VersionSpan])
     finish_reason: types_pb2.FinishReason = UNFINISHED
     routes: types_pb2.RowsRef | None = None
-    """Rows from the last prompt token to the last but one of the tokens here."""
+    """Rows from the last prompt token to the last but one of the tokens here, and of such as were dropped."""
     ended_s: float | None = None
     """When its end came, in `time.monotonic()` terms."""
 
@@ -58,10 +58,10 @@ class Segment:
         return min(trusted, len(self.token_ids), len(self.logprobs))
 
     def stop_at(self, count: int) -> None:
-        """End after so many tokens, which whoever listens says. Rows of their experts stay with the worker."""
+        """End after so many tokens, which whoever listens says."""
         del self.token_ids[count:], self.logprobs[count:]
         self.spans = _first(self.spans, count)
-        self.finish_reason, self.routes = STOP, None
+        self.finish_reason = STOP
 
     def cut_untrusted(self, dispatched_at: PolicyVersion) -> int:
         """Drop what does not belong into a rollout dispatched at a version; returns how many tokens that were.
@@ -74,7 +74,7 @@ class Segment:
         if cut or len(self.logprobs) > trusted or _count(self.spans) > trusted:
             del self.token_ids[trusted:], self.logprobs[trusted:]
             self.spans = _first(self.spans, trusted)
-            self.finish_reason, self.routes = UNFINISHED, None
+            self.finish_reason = UNFINISHED
         return cut
 
 
@@ -191,9 +191,11 @@ class Rollout:
                 self._refer(prompt_routes)
             self.first_route_position, self._unrouted = last, []
         self._append(segment)
-        if segment.routes is not None:
-            self._refer(segment.routes)
-        if self._ended(segment, sampling) or segment.routes is not None:
+        # The last token has no row until the next turn.
+        routes = segment.routes and _before(segment.routes, len(self.token_ids) - 1)
+        if routes is not None:
+            self._refer(routes)
+        if self._ended(segment, sampling) or routes is not None:
             self.first_route_position, self._unrouted = len(self.token_ids) - 1, []
         else:
             add_spans(self._unrouted, segment.spans)
@@ -242,6 +244,25 @@ def _span(span: types_pb2.VersionSpan, token_count: int) -> types_pb2.VersionSpa
     copy.CopyFrom(span)
     copy.token_count = token_count
     return copy
+
+
+def _before(ref: types_pb2.RowsRef, end: int) -> types_pb2.RowsRef | None:
+    """Those of a reference's rows that are of positions below `end`; None where none is."""
+    ranges = [types_pb2.RowRange(start=each.start, end=min(each.end, end)) for each in ref.ranges if each.start < end]
+    if ranges == list(ref.ranges):  # also where it says no ranges, and is of all
+        return ref
+    if not ranges:
+        return None
+    part = types_pb2.RowsRef()
+    part.CopyFrom(ref)
+    del part.ranges[:]
+    part.ranges.extend(ranges)
+    part.size_bytes = ref.size_bytes // _row_count(ref) * _row_count(part)
+    return part
+
+
+def _row_count(ref: types_pb2.RowsRef) -> int:
+    return sum(each.end - each.start for each in ref.ranges)
 
 
 def _count(spans: Sequence[types_pb2.VersionSpan]) -> int:

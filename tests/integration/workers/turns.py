@@ -20,6 +20,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.hashing import block_hashes
 from slipstream.router.__main__ import run
 from slipstream.router.config import RouterConfig
+from slipstream.runner.attempt import Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.turns import Conversation, TurnClient
 from slipstream.runner.watch import WorkerWatch
@@ -108,10 +109,10 @@ class Turns:
         finally:
             await self._peers.give_back()
 
-    async def sample(self, conversation: Conversation, index: int) -> None:
-        """A turn of a rollout that was added."""
+    async def sample(self, conversation: Conversation, *indexes: int, wish: Wish | None = None) -> None:
+        """A turn of rollouts that were added, or have the same tokens."""
         try:
-            await conversation.sample([index], time.monotonic() + 30.0)
+            await conversation.sample(indexes, time.monotonic() + 30.0, wish)
         finally:
             await self._peers.give_back()
 
