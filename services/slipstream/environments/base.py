@@ -140,7 +140,10 @@ class Turn:
 
 
 class Episode(Protocol):
-    """One rollout from its first messages to its score. Its calls come one at a time; other episodes run meanwhile."""
+    """One rollout from its first messages to its score. Its calls come one at a time; other episodes run meanwhile.
+
+    One that is to know that it was ended before its end also has `cut_short(why: Cut) -> None`, called before `score`.
+    """
 
     @property
     def messages(self) -> Sequence[Message]:

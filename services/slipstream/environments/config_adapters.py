@@ -71,8 +71,9 @@ class TextArenaConfig(AdapterConfig):
     """In which games: where the model is evaluated only, or in training, too."""
 
     cut_reward: float = Field(default=-1.0, ge=-MAX_REWARD, le=MAX_REWARD)
-    """What a player earns whose turn is cut off at `max_new_tokens`, which ends the game: no more than what an illegal
-    move costs, or talking on would pay. -1 is the lowest reward of textarena's games."""
+    """What a player earns whose turn is cut off at `max_new_tokens`, which ends the game, who is to move when the
+    conversation is full, or whose game is not over at a limit of the rollout's: no more than what an illegal move
+    costs, or talking on would pay. -1 is the lowest reward of textarena's games."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Cut = Literal["turn", "context", "turns", "tokens"]
+"""What ended a rollout, where its environment did not: a turn that was cut off, no room for another one, `max_turns` or
+`max_tokens`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 The seed of a game is its task's number, so the rollouts of a group play the same one. The rewards are the game's. With
 several players each is a role: the model plays all of them, or one against an opponent that is no model.
 
-A turn that was cut off is no move, whatever it begins with: it ends the game, and earns whoever spoke `cut_reward`.
+A turn that was cut off is no move, whatever it begins with: it ends the game, and earns whoever spoke `cut_reward`. So
+does a conversation that is full, whoever was to move, and a limit of the rollout's, all players: a game that comes to
+no end must not pay more than one that is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from slipstream.common.config_errors import suggest
 from slipstream.common.imports import import_callable
 from slipstream.environments.base import Context, RoleScores, Score, Split, Task, Turn
 from slipstream.environments.config_adapters import TextArenaConfig
-from slipstream.environments.limits import Limits
+from slipstream.environments.limits import Cut, Limits
 from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tools import Tools
 
@@ -30,6 +32,13 @@ RAW = "-raw"
 OWN_ACTION = textarena.ObservationType.PLAYER_ACTION
 MAX_OPPONENT_MOVES = 1000
 """Between two turns of the model's: a game that asks its opponent for more goes round in circles."""
+
+CUT_SENTENCES: dict[Cut, str] = {
+    "turn": "the turn was cut off at its limit of tokens",
+    "context": "the conversation left no room for another turn",
+    "turns": "the game was not over after max_turns",
+    "tokens": "the game was not over after max_rollout_tokens",
+}
 
 Opponent = Callable[[str, random.Random], str]
 
@@ -107,7 +116,8 @@ class TextArenaEpisode:
         self._opponent = opponent
         self._draw = draw
         self._over = False
-        self._cut: int | None = None  # the player whose turn was cut off
+        self._cut: Sequence[int] = ()  # players for whom it ended before its end
+        self._why: Cut = "turn"
         self._player, told = self._next()
         if told is None:
             raise ValueError("the game was over before the model had a turn")
@@ -116,7 +126,7 @@ class TextArenaEpisode:
 
     async def step(self, message: Message) -> Sequence[Message] | Context | Turn:
         if not message.stopped:
-            self._cut = self._player
+            self.cut_short("turn")
             return []
         self._over, _ = self._game.step(message.content)
         self._player, told = self._next()
@@ -125,12 +135,14 @@ class TextArenaEpisode:
         said = [Message("user", told)]
         return Turn(role_of(self._player), said) if self._several else said
 
+    def cut_short(self, why: Cut) -> None:
+        """Its next turn does not come."""
+        if not self._over and not self._cut:
+            self._why, self._cut = why, [self._player] if why in ("turn", "context") else self._players
+
     async def score(self) -> Score | RoleScores:
         rewards, info = self._game.close() if self._over else ({}, {})
-        scores = {
-            player: self._score_of(player, rewards or {}, info or {})
-            for player in (self._played if self._several else [0])
-        }
+        scores = {player: self._score_of(player, rewards or {}, info or {}) for player in self._players}
         if self._several:
             return RoleScores({role_of(player): score for player, score in scores.items()})
         return scores[0]
@@ -138,9 +150,13 @@ class TextArenaEpisode:
     async def close(self) -> None:
         return None
 
+    @property
+    def _players(self) -> Sequence[int]:
+        return self._played if self._several else [0]
+
     def _score_of(self, player: int, rewards: dict[int, float], info: dict[int, Any]) -> Score:
-        if player == self._cut:
-            return Score(self._cut_reward, False, "the turn was cut off at its limit of tokens")
+        if player in self._cut:
+            return Score(self._cut_reward, False, CUT_SENTENCES[self._why])
         reward = float(rewards.get(player, 0.0))
         reason = str(info.get(player, {}).get("reason", "")) if self._over else "the game was not over"
         return Score(reward, self._over and reward >= self._correct_at, reason)

@@ -201,6 +201,6 @@ def _answer(rollout: Record) -> Answer:
         correct=bool(rollout["correct"]),
         reward=float(rollout["reward"]),
         token_count=sum(count for count, _ in spans_of(rollout)),
-        truncated=samples_of(rollout)[-1]["finish_reason"] == "length",
+        truncated="cut" in rollout or samples_of(rollout)[-1]["finish_reason"] == "length",
         roles={str(each["role"]): (float(each["reward"]), bool(each["correct"])) for each in rollout.get("roles", ())},
     )

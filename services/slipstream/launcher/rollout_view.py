@@ -126,6 +126,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     parts = ", ".join(f"{name.removesuffix('_s')} {each:.3f}" for name, each in timings.items() if name != "total_s")
     tokens = f"{record.get('prompt_token_count')} of the prompt ({record.get('cached_token_count', 0)} from a cache), "
     tokens += f"{record.get('tokens')} sampled in {record.get('turns')} turns, ended by {record.get('finish_reason')}"
+    tokens += f", cut short: {record['cut']}" if record.get("cut") else ""
     return [
         ("rollout", f"{record.get('rollout')} ({record.get('purpose')})"),
         ("task", task),

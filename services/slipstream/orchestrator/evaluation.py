@@ -164,7 +164,7 @@ def answer_of(record: runner_pb2.RolloutRecord) -> Answer:
         correct=record.correct,
         reward=record.reward,
         token_count=sum(span.token_count for sample in samples for span in sample.spans),
-        truncated=samples[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH,
+        truncated=bool(record.cut) or samples[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH,
         roles={each.role: (each.reward, each.correct) for each in record.role_rewards},
     )
 

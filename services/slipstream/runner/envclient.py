@@ -154,6 +154,8 @@ class EndedEpisode:
     """Of each sample, in OpenAI's form."""
     turn_count: int
     sandbox_executions: int
+    cut: str = ""
+    """The limit that ended it, as in `limits.Cut`; empty where its environment did."""
 
 
 def _scored(score: dict[str, Any]) -> ScoredSample:
@@ -321,12 +323,13 @@ class EnvironmentWorker:
         reply = await self._ask(task.environment, request)
         return TurnPrompt(**reply["prompt"]) if "prompt" in reply else None
 
-    async def end(self, task: TaskKey, episode: int) -> EndedEpisode:
-        """Score an episode and close it."""
-        reply = await self._ask(task.environment, {"op": "end", "episode": episode})
+    async def end(self, task: TaskKey, episode: int, cut: str = "") -> EndedEpisode:
+        """Score an episode and close it. `cut`: the limit that ended it, where the process does not know that."""
+        reply = await self._ask(task.environment, {"op": "end", "episode": episode, "cut": cut})
         self._open.discard(episode)
         score = _scored(reply["score"])
-        return EndedEpisode(score, reply["conversations"], reply["turn_count"], int(reply["sandbox_executions"]))
+        executions = int(reply["sandbox_executions"])
+        return EndedEpisode(score, reply["conversations"], reply["turn_count"], executions, str(reply["cut"]))
 
     def abandon(self, episode: int) -> None:
         """Close an episode without its score. Waits for nothing: a worker that is gone has none."""

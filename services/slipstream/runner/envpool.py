@@ -103,10 +103,10 @@ class EnvironmentPool:
         number, place = divmod(episode, len(self._workers))
         return await self._workers[place].turn(task, number, token_ids, stopped=stopped)
 
-    async def end(self, task: TaskKey, episode: int) -> EndedEpisode:
+    async def end(self, task: TaskKey, episode: int, cut: str = "") -> EndedEpisode:
         """As `EnvironmentWorker.end`."""
         number, place = divmod(episode, len(self._workers))
-        return await self._workers[place].end(task, number)
+        return await self._workers[place].end(task, number, cut)
 
     def abandon(self, episode: int) -> None:
         """As `EnvironmentWorker.abandon`."""

@@ -4,7 +4,7 @@
 |---|---|
 | `open` | the first prompt of each member of a group, or why it has none |
 | `turn` | after a turn of the model: the next prompt, or that it is over |
-| `end` | the score; the episode is closed |
+| `end` | the score, and which limit ended it, if one did; the episode is closed |
 | `abandon` | nothing; the episode is closed |
 
 What an episode raises, and a call that takes longer than its limit, ends that episode alone: its answer has an `error`.
@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import structlog
 
 from slipstream.common import tracing
 from slipstream.common.errors import ContextTooLong, SandboxAway
-from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Limits, Turn
+from slipstream.environments.base import Context, Episode, EpisodeEnvironment, Turn
+from slipstream.environments.limits import Cut, Limits
 from slipstream.environments.renderer import Renderer
 from slipstream.environments.roles import roles_of
 from slipstream.environments.tools import Sandbox, Tools
@@ -55,6 +56,15 @@ class _Open:
     sampled_token_count: int = 0
     call: asyncio.Task[Any] | None = None
     """What last called its code, and may still be at it."""
+    cut: str = ""
+    """The limit that ended it, as in `Cut`; empty where its environment did."""
+
+    def cut_short(self, why: Cut) -> None:
+        """End it before its environment does, and tell that, if it wants to know."""
+        self.cut = why
+        tell: Callable[[Cut], None] | None = getattr(self.episode, "cut_short", None)
+        if tell is not None:
+            tell(why)
 
 
 class EpisodeHost:
@@ -107,7 +117,7 @@ class EpisodeHost:
         if opened is None:
             return {"error": "the environment worker that ran this episode died"}
         opened.call = asyncio.current_task()
-        reply = await self._guard(self._score(opened))
+        reply = await self._guard(self._score(opened, request.get("cut", "")))
         await self.abandon(request)
         return {**reply, "sandbox_executions": opened.tools.sandbox_executions}
 
@@ -189,11 +199,13 @@ class EpisodeHost:
         opened.turn_count += 1
         opened.sampled_token_count += len(token_ids)
         limits = opened.limits
-        last = (
-            (limits.ends_when_cut and not parsed.message.stopped)
-            or opened.turn_count >= limits.max_turns
-            or bool(limits.max_tokens and opened.sampled_token_count >= limits.max_tokens)
-        )
+        last: Cut | None = None
+        if limits.ends_when_cut and not parsed.message.stopped:
+            last = "turn"
+        elif opened.turn_count >= limits.max_turns:
+            last = "turns"
+        elif limits.max_tokens and opened.sampled_token_count >= limits.max_tokens:
+            last = "tokens"
         said = list(parsed.refusals)
         if parsed.message.tool_calls or not parsed.refusals or last:
             with tracing.span("environment_step", environment=opened.environment.name, turn=opened.turn_count):
@@ -203,18 +215,24 @@ class EpisodeHost:
                 opened.seats.go_on(answered)
                 said = []
             elif not answered:
-                return {"over": "done"}
+                opened.cut = "" if parsed.message.stopped else "turn"
+                return {"over": True}
             else:
                 said = [*answered, *said]
         if last:
-            return {"over": "limit"}
+            opened.cut_short(last)
+            return {"over": True}
         opened.seats.go_on(said)
         try:
             return {"prompt": self._prompt(opened)}
         except ContextTooLong:
-            return {"over": "context"}
+            opened.cut_short("context")
+            return {"over": True}
 
-    async def _score(self, opened: _Open) -> dict[str, Any]:
+    async def _score(self, opened: _Open, cut: Cut | Literal[""]) -> dict[str, Any]:
+        """`cut`: a limit that was met outside of here."""
+        if cut:
+            opened.cut_short(cut)
         with tracing.span("environment_score", environment=opened.environment.name):
             score = await self._within(opened.limits, "the score", opened.episode.score(), opened.tools)
         seats = opened.seats
@@ -224,6 +242,7 @@ class EpisodeHost:
             ),
             "conversations": seats.conversations(),
             "turn_count": opened.turn_count,
+            "cut": opened.cut,
         }
 
     async def _close(self, episode: Episode) -> None:

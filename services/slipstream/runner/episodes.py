@@ -51,6 +51,8 @@ class Member:
     score: ScoredSample | None = None
     conversations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     turn_count: int = 1
+    cut: str = ""
+    """The limit that ended it, as in `limits.Cut`; empty where its environment did."""
     failure: SlipstreamError | None = None
     episode: int = -1
     """Its number in the environment's processes."""
@@ -167,7 +169,7 @@ class EpisodeGroup:
 
     async def _run_member(self, member: Member) -> None:
         """From the end of its first turn on."""
-        sample = 0
+        sample, cut = 0, ""
         try:
             async with self._in_time():
                 while True:
@@ -185,10 +187,11 @@ class EpisodeGroup:
                         await self._conversation.sample([index], self._deadline_s)
                     except ContextTooLong:
                         member.samples[sample].forget_turn()
-                        break  # the engine takes less than the model's configuration says
+                        cut = "context"  # the engine takes less than the model's configuration says
+                        break
                 asked_s = time.monotonic()
                 with tracing.span("score", sample=member.index):
-                    ended = await self._end(member)
+                    ended = await self._end(member, cut)
                 member.samples[0].timings.score_s += time.monotonic() - asked_s
         except SlipstreamError as error:
             self._fail(member, error)
@@ -203,6 +206,9 @@ class EpisodeGroup:
                 for task in self._running:  # and with them those of all members; this one has nothing left to wait for
                     task.cancel()
         member.score, member.conversations, member.turn_count = ended.score, ended.conversations, ended.turn_count
+        member.cut = ended.cut
+        if ended.cut:
+            telemetry.rollouts_cut.labels(self._task.environment, ended.cut).inc()
         member.samples = [each for each in member.samples if each.sampled]
 
     async def _turn(self, member: Member, answer: list[int], stopped: bool) -> TurnPrompt | None:
@@ -215,10 +221,10 @@ class EpisodeGroup:
                 member.told.append((answer, stopped))
                 return prompt
 
-    async def _end(self, member: Member) -> EndedEpisode:
+    async def _end(self, member: Member, cut: str) -> EndedEpisode:
         while True:
             try:
-                return await self._environments.end(self._task, member.episode)
+                return await self._environments.end(self._task, member.episode, cut)
             except EnvironmentReplaced as error:
                 await self._begin_again(member, error)
 

@@ -167,8 +167,8 @@ class GroupRunner:
         for member in await episodes.run():
             if member.score is not None:
                 text, score = member.prompt_text, member.score
-                each = Finished(member.index, member.samples, score, text, member.turn_count, member.conversations)
-                finished.append(each)
+                turns, said = member.turn_count, member.conversations
+                finished.append(Finished(member.index, member.samples, score, text, turns, said, member.cut))
             elif member.failure is not None:
                 failures.append(member.failure)
                 report.failures.add(

@@ -15,6 +15,13 @@ from slipstream.runner.rollout import Rollout
 from slipstream.runner.spool import Rows
 
 MAX_ANSWER_BYTES = 4 << 20
+CUTS = {
+    "": runner_pb2.ROLLOUT_CUT_UNSPECIFIED,
+    "turn": runner_pb2.ROLLOUT_CUT_TURN,
+    "context": runner_pb2.ROLLOUT_CUT_CONTEXT,
+    "turns": runner_pb2.ROLLOUT_CUT_TURNS,
+    "tokens": runner_pb2.ROLLOUT_CUT_TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Finished:
     turn_count: int = 1
     conversations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     """Of an episode: the messages of each sample."""
+    cut: str = ""
+    """Of an episode: the limit that ended it, as in `limits.Cut`; empty where its environment did."""
 
 
 class Recorder:
@@ -52,6 +61,7 @@ class Recorder:
             prefix_query_token_count=sum(sample.prefix_query_token_count for sample in finished.samples),
             turn_count=finished.turn_count,
             role_rewards=_role_rewards(finished),
+            cut=CUTS[finished.cut],
             further_samples=[
                 runner_pb2.RolloutSample(**self._fields(f"{key}~{number}", sample, rows))
                 for number, sample in enumerate(further, 1)

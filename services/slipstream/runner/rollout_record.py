@@ -69,6 +69,7 @@ def records_of(
             **({"detail": finished.score.detail} if finished.score.detail else {}),
             **({"roles": [asdict(each) for each in finished.score.roles]} if finished.score.roles else {}),
             "turns": finished.turn_count,
+            **({"cut": finished.cut} if finished.cut else {}),
             **_sample(finished.samples[0]),
             **({"further_samples": [_sample(each) for each in finished.samples[1:]]} if finished.samples[1:] else {}),
             **({"conversations": finished.conversations} if finished.conversations else {}),

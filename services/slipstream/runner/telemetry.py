@@ -45,6 +45,11 @@ episodes_cut = Counter(
     "Rollouts that take turns whose first one was cut off at max_new_tokens, by environment.",
     ["environment"],
 )
+rollouts_cut = Counter(
+    "slipstream_runner_rollouts_cut",
+    "Rollouts that take turns which a limit ended, by environment and limit: turn, context, turns, tokens.",
+    ["environment", "why"],
+)
 episodes_begun_again = Counter(
     "slipstream_runner_episodes_begun_again",
     "Episodes that went on in another process, as other code blocked theirs, by environment.",

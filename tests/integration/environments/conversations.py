@@ -6,9 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.environments.base import Context, EpisodeEnvironment, RoleScores, Score, Split, Turn
+from slipstream.environments.base import Context, Episode, EpisodeEnvironment, RoleScores, Score, Split, Turn
+from slipstream.environments.limits import Cut
 from slipstream.environments.messages import Message, ToolCall
 from slipstream.environments.tools import Tools
+
+
+def cut_short(episode: Episode, why: Cut) -> None:
+    """Tell an episode that a limit ended it, if it wants to know."""
+    tell = getattr(episode, "cut_short", None)
+    if tell is not None:
+        tell(why)
+
 
 Says = Callable[[Sequence[Message]], Message]
 """The model: from a conversation to its next message."""
@@ -52,8 +61,9 @@ async def play(
     split: Split = "train",
     tools: Tools | None = None,
     max_turns: int | None = None,
+    cut: Cut = "turns",
 ) -> Played:
-    """One rollout, from its first messages to its score."""
+    """One rollout, from its first messages to its score. `cut`: what ends it after `max_turns`."""
     episode = await environment.setup(environment.task(split, index), tools or Tools(None))
     try:
         history = list(episode.messages)
@@ -70,6 +80,8 @@ async def play(
                 break
             else:
                 history += answered
+        else:
+            cut_short(episode, cut)
         score = await episode.score()
         assert isinstance(score, Score)
         played.score = score
@@ -95,8 +107,9 @@ async def play_roles(
     index: int = 0,
     split: Split = "train",
     max_turns: int | None = None,
+    cut: Cut = "turns",
 ) -> PlayedRoles:
-    """One rollout in which each role has a script of its own, from its first messages to its scores."""
+    """The same with a script for each role."""
     episode = await environment.setup(environment.task(split, index), Tools(None))
     try:
         role = str(getattr(episode, "role", ""))
@@ -112,6 +125,8 @@ async def play_roles(
             assert isinstance(answered, Turn)
             role = answered.role
             histories.setdefault(role, []).extend(answered.messages)
+        else:
+            cut_short(episode, cut)
         score = await episode.score()
         assert isinstance(score, RoleScores)
         return PlayedRoles(histories, score, order)

@@ -10,8 +10,9 @@ from conversations import Says, play, play_roles, says
 
 from slipstream.common.config import ConfigError
 from slipstream.environments.config_adapters import TextArenaConfig
+from slipstream.environments.limits import Cut
 from slipstream.environments.messages import Message
-from slipstream.environments.textarena import TextArena
+from slipstream.environments.textarena import CUT_SENTENCES, TextArena
 
 NUMBER = {"game": "GuessTheNumber-v0", "evaluation_task_count": 4}
 
@@ -37,12 +38,26 @@ async def test_a_game_that_is_won_earns_its_reward() -> None:
     assert all(re.search("higher|lower", m.content) and "I say" not in m.content for m in played.history[2::2])
 
 
-async def test_a_game_that_is_lost_or_not_over_earns_less() -> None:
+async def test_a_game_that_is_lost_earns_less() -> None:
     lost = await play(game(), says("I do not know."))
     assert lost.score.reward < 1.0
     assert not lost.score.correct
-    cut = await play(game(), says("I do not know."), max_turns=1)
-    assert (cut.score.reward, cut.score.detail) == (0.0, "the game was not over")
+
+
+@pytest.mark.parametrize("why", ["context", "turns", "tokens"])
+async def test_a_game_that_a_limit_ends_says_so_and_pays_no_more_than_a_lost_one(why: Cut) -> None:
+    cut = await play(game(), says("I say [3]."), max_turns=1, cut=why)
+    assert (cut.score.reward, cut.score.correct, cut.score.detail) == (-1.0, False, CUT_SENTENCES[why])
+    dear = await play(game(cut_reward=-3), says("I say [3]."), max_turns=1, cut=why)
+    assert dear.score.reward == -3.0
+    over = await play(game(options={"max_number": 1}), says("[1]"), cut=why)
+    assert over.score.reward == 1.0
+    # Of two, the one whose conversation is full is the one to move; the others' limits are those of both.
+    both = await play_roles(noughts(), {FIRST: says("[0]"), SECOND: says("[4]")}, max_turns=1, cut=why)
+    expected = {FIRST: 0.0 if why == "context" else -1.0, SECOND: -1.0}
+    assert {role: each.reward for role, each in both.score.scores.items()} == expected
+    assert both.score.scores[SECOND].detail == CUT_SENTENCES[why]
+    assert both.score.scores[FIRST].detail == ("the game was not over" if why == "context" else CUT_SENTENCES[why])
 
 
 async def test_rollouts_of_a_task_play_the_same_game_and_held_out_games_are_never_trained() -> None:
@@ -100,7 +115,7 @@ async def test_two_players_see_what_the_other_did_and_have_a_reward_each() -> No
 
 async def test_a_game_of_two_that_is_not_over_has_no_winner() -> None:
     played = await play_roles(noughts(), {FIRST: says("[0]"), SECOND: says("[4]")}, max_turns=2)
-    assert [(each.reward, each.correct) for each in played.score.scores.values()] == [(0.0, False)] * 2
+    assert [(each.reward, each.correct) for each in played.score.scores.values()] == [(-1.0, False)] * 2
 
 
 def babbles(text: str) -> Says:

@@ -106,11 +106,16 @@ async def test_an_episode_ends_at_its_last_turn(start_world: Any) -> None:
     world = await start_world(environments=[turns(max_turns=2)])
     (record,) = (await world.report(await world.give("turns", task_index=3, samples=1))).rollouts
     assert (record.turn_count, round(record.reward, 2)) == (2, 0.67)
+    assert record.cut == runner_pb2.ROLLOUT_CUT_TURNS
+    path = world.directory / "rollouts" / "runner-1.jsonl.zst"
+    await world.until(path.exists)
+    assert next(read_compressed(path))["cut"] == "turns"
 
 
 async def test_an_episode_ends_at_its_last_token(start_world: Any) -> None:
     world = await start_world(environments=[turns(max_rollout_tokens=4)])
     (record,) = (await world.report(await world.give("turns", task_index=3, samples=1))).rollouts
+    assert record.cut == runner_pb2.ROLLOUT_CUT_TOKENS
     # Each turn takes two of them, and no more are asked for than are left.
     assert (record.turn_count, round(record.reward, 2)) == (2, 0.67)
     decodes = [request for worker in world.workers.values() for request in worker.decodes]

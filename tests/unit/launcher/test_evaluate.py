@@ -112,7 +112,7 @@ def sample(task: int, number: int, attempt: int = 1, *, correct: bool, reason: s
 
 def test_answers_are_read_back_problem_by_problem(run, write_lines, write_rollouts):
     write_rollouts(run / "rollouts" / "runner-1.evaluation.jsonl.zst", [
-        sample(7, 1, correct=False), sample(7, 0, correct=True, reason="length"),
+        sample(7, 1, correct=False) | {"cut": "context"}, sample(7, 0, correct=True, reason="length"),
         sample(2, 0, attempt=1, correct=False), sample(2, 0, attempt=2, correct=True), sample(2, 1, 2, correct=True),
     ])  # fmt: skip
     told = {"kind": "evaluation", "name": "eval", "environment": "words", "step": 0, "accuracy": 0.5, "count": 3}
@@ -121,7 +121,8 @@ def test_answers_are_read_back_problem_by_problem(run, write_lines, write_rollou
     assert list(found) == ["words"]
     words = found["words"]
     assert [[a.correct for a in each] for each in words.problems] == [[True, True], [True, False], [False, False]]
-    assert words.problems[1][0] == Answer(True, 1.0, 5, True)
+    assert words.problems[1] == [Answer(True, 1.0, 5, True), Answer(False, 0.0, 5, True)]
+    assert not any(answer.truncated for answer in words.problems[0])
     assert (words.failed, words.unanswered, words.versions) == (1, 2, {"1.0", "1.1"})
 
 

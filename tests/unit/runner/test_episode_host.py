@@ -151,6 +151,60 @@ async def test_who_made_a_malformed_call_is_told_of_it_though_the_next_turn_is_a
     assert CODEC.decode_all(second["token_ids"]) == "\nerror: this tool call is no JSON: look!\ngo on\n"
 
 
+class Endless(Waiting):
+    """Episodes that go on until a limit ends them, and note which."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.limits = limits
+
+    async def setup(self, task: Task, tools: Tools) -> WaitingEpisode:
+        episode = WaitingEpisode(self.events)
+
+        async def step(message: Message) -> list[Message]:
+            return [Message("user", "again")]
+
+        episode.step = step
+        episode.cut_short = self.events.append  # pyright: ignore[reportAttributeAccessIssue] it may have it
+        return episode
+
+
+@pytest.mark.parametrize(
+    ("why", "limits", "context_tokens"),
+    [
+        ("turn", Limits(max_turns=99), 4096),
+        ("context", Limits(max_turns=99), 30),
+        ("turns", Limits(max_turns=3), 4096),
+        ("tokens", Limits(max_turns=99, max_tokens=5), 4096),
+        ("", Limits(max_turns=99), 4096),
+    ],
+)
+async def test_an_episode_is_told_which_limit_ended_it_and_so_is_its_runner(
+    why: str, limits: Limits, context_tokens: int
+) -> None:
+    environment = Endless(limits)
+    host = EpisodeHost(None, 60.0)
+    request = {"task": {"split": "train", "index": 0}, "count": 1}
+    opened = await host.open(request, CHAT, context_tokens, environment, limits)
+    number = opened["members"][0]["episode"]
+    for _ in range(4 if why != "" else 2):
+        turn = TURN if why != "turn" else {"token_ids": CODEC.encode("1"), "stopped": False}
+        if "over" in await host.turn({"episode": number, **turn}):
+            break
+    else:
+        assert why == ""
+    assert (await host.end({"episode": number, "cut": ""}))["cut"] == why
+    assert environment.events == [*([why] if why else []), "closed"]
+
+
+async def test_a_limit_that_the_engine_met_is_told_before_the_score():
+    environment = Endless(Limits())
+    host = EpisodeHost(None, 60.0)
+    (number,) = await begun(host, environment)
+    assert (await host.end({"episode": number, "cut": "context"}))["cut"] == "context"
+    assert environment.events == ["context", "closed"]
+
+
 async def test_an_end_closes_the_episode_once():
     environment = Waiting()
     host = EpisodeHost(None, 60.0)
