@@ -13,7 +13,7 @@ import random
 import socket
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from slipstream.launcher.errors import NoPortError
@@ -118,14 +118,14 @@ def assign_endpoints(
 
     endpoints = assign(read_endpoints(path) if path.exists() else {})
     metrics_endpoints = assign(read_endpoints(path, "metrics") if path.exists() else {}) if metrics else {}
-    write_endpoints(path, endpoints, metrics_endpoints)
+    write_endpoints(path, endpoints, metrics_endpoints, read_endpoints(path, "agents") if path.exists() else {})
     return endpoints, metrics_endpoints
 
 
-def take_ports(names: Iterable[str], lease: PortLease) -> dict[str, str]:
-    """An address each, for what is known to the processes of this launch alone."""
-    candidates = iter(candidate_ports())
-    return {name: _assign(None, lease, candidates, set()) for name in names}
+def take_ports(names: Iterable[str], lease: PortLease, kept: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An address each, for what is known to the processes of this launch alone, but for those of `kept`."""
+    candidates, held = iter(candidate_ports()), lease.held
+    return {name: _assign((kept or {}).get(name), lease, candidates, held) for name in names}
 
 
 def _assign(kept: str | None, lease: PortLease, candidates: Iterator[int], held: set[int]) -> str:
@@ -141,17 +141,25 @@ def port_of(address: str) -> int:
 
 
 def read_endpoints(path: Path, table: str = "endpoints") -> dict[str, str]:
-    """Addresses by replica; `table` is "endpoints", or "metrics", which may be absent."""
-    tables = {"metrics": {}, **tomllib.loads(path.read_text())}
+    """Addresses by replica; `table` is "endpoints", or "metrics" or "agents", which may be absent."""
+    tables = {"metrics": {}, "agents": {}, **tomllib.loads(path.read_text())}
     return {name: str(address) for name, address in tables[table].items()}
 
 
-def write_endpoints(path: Path, endpoints: dict[str, str], metrics: dict[str, str] | None = None) -> None:
+def write_endpoints(
+    path: Path,
+    endpoints: Mapping[str, str],
+    metrics: Mapping[str, str] | None = None,
+    agents: Mapping[str, str] | None = None,
+) -> None:
     lines = ["# Address of every service of this run; kept over restarts.", "[endpoints]"]
     lines += [f'{replica} = "{address}"' for replica, address in endpoints.items()]
     if metrics:
         lines += ["", "# Where each serves Prometheus metrics, as http://ADDRESS/metrics.", "[metrics]"]
         lines += [f'{replica} = "{address}"' for replica, address in metrics.items()]
+    if agents:
+        lines += ["", "# Where outside agents reach the gateway, by HTTP; kept over restarts.", "[agents]"]
+        lines += [f'{replica} = "{address}"' for replica, address in agents.items()]
     staged = path.with_suffix(".tmp")
     staged.write_text("\n".join(lines) + "\n")
     staged.replace(path)

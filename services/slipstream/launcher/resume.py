@@ -21,6 +21,7 @@ from slipstream.orchestrator.resume import FINAL
 from slipstream.trainer.checkpoint_store import CheckpointStore
 
 USAGE = "usage: slipstream rl --resume RUN"
+MAX_NAMED = 3
 PORTS_TIMEOUT_S = 10.0
 """How long the processes of a killed run may take to let go of their ports."""
 
@@ -116,16 +117,17 @@ def make_ready(run: RunDir, lease: PortLease) -> None:
     """Take every address of the run as soon as it is free, and take away what nobody is to be served any more.
 
     Addresses are taken here, and never changed: a copy of the run that goes on at the same time has the same ones, and
-    the same run id and token, so that one of the two is refused.
-    Rows of steps that are trained once more are known by their runner's address. Versions of the dead incarnation are
-    not: the engines wait for what the restored trainer publishes.
+    the same run id and token, so that one of the two is refused. An address of metrics that stays taken is another's.
+    Rows of steps that are trained once more are known by their runner's address, sessions by the gateway's. Versions of
+    the dead incarnation are not: the engines wait for what the restored trainer publishes.
     """
     deadline_s = time.monotonic() + PORTS_TIMEOUT_S
-    for replica, address in _endpoints(run.endpoints_file).items():
-        while not lease.try_take(port_of(address)):
-            if time.monotonic() > deadline_s:
-                raise RunDirError(_taken(run, replica, address, lease.owner_of(port_of(address))))
-            time.sleep(0.1)
+    file = run.endpoints_file
+    for replica, address in [*_endpoints(file).items(), *_endpoints(file, "agents").items()]:
+        if not _take(lease, address, deadline_s):
+            raise RunDirError(_taken(run, replica, address, lease.owner_of(port_of(address))))
+    for address in _endpoints(file, "metrics").values():
+        _take(lease, address, deadline_s)  # nothing is known by it: `moved_metrics` tells of one that is taken
     for version in (run.path / "versions").glob("*"):
         shutil.rmtree(version, ignore_errors=True)
 
@@ -137,5 +139,24 @@ def _taken(run: RunDir, replica: str, address: str, owner: str) -> str:
     return f"{taken}: end what listens there"
 
 
-def _endpoints(path: Path) -> dict[str, str]:
-    return read_endpoints(path) if path.exists() else {}
+def moved_metrics(before: Mapping[str, str], after: Mapping[str, str], targets: Path) -> str:
+    """A sentence on metrics that are no longer where they were; empty where they are. `targets`: the file of all."""
+    moved = [name for name, address in before.items() if after.get(name, address) != address]
+    if not moved:
+        return ""
+    addresses = ", ".join(f"{name} from {before[name]} to {after[name]}" for name in moved[:MAX_NAMED])
+    more = f", and {len(moved) - MAX_NAMED} more" if len(moved) > MAX_NAMED else ""
+    return f"metrics moved, as their ports are taken: {addresses}{more}; {shown(targets)} has the new ones"
+
+
+def _take(lease: PortLease, address: str, deadline_s: float) -> bool:
+    """Take an address as soon as it is free; whether it was in time."""
+    while not lease.try_take(port_of(address)):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _endpoints(path: Path, table: str = "endpoints") -> dict[str, str]:
+    return read_endpoints(path, table) if path.exists() else {}

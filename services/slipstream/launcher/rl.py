@@ -19,12 +19,12 @@ from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.lost import lost_sentence
 from slipstream.launcher.mooncake import mooncake_specs
 from slipstream.launcher.needs import check_memory
-from slipstream.launcher.ports import PortLease, assign_endpoints, take_ports
+from slipstream.launcher.ports import PortLease, assign_endpoints, read_endpoints, take_ports, write_endpoints
 from slipstream.launcher.process import ProcessSpec
 from slipstream.launcher.records import count_steps
 from slipstream.launcher.report import write_report
 from slipstream.launcher.resolve import rendezvous_of, replicas_of, resolve
-from slipstream.launcher.resume import Resumable, earlier_s, make_ready, told
+from slipstream.launcher.resume import Resumable, earlier_s, make_ready, moved_metrics, told
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, removed_unless_begun, shown
 from slipstream.launcher.sentences import one_line
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
@@ -78,16 +78,21 @@ async def _run_rl(
     stay_up: bool,
 ) -> int:
     try:
+        before = read_endpoints(run.endpoints_file, "metrics") if run.endpoints_file.exists() else {}
         endpoints, metrics = assign_endpoints(
             run.endpoints_file, replicas_of(config), lease, metrics=config.launcher.metrics
         )
-        rendezvous = take_ports(rendezvous_of(config), lease)
+        rendezvous = take_ports(rendezvous_of(config), lease, read_endpoints(run.endpoints_file, "agents"))
+        agents = {"gateway": rendezvous["gateway"]} if "gateway" in rendezvous else {}
+        write_endpoints(run.endpoints_file, endpoints, metrics, agents)
         configs = resolve(config, run, endpoints, redis_url=f"unix://{socket}", metrics=metrics, rendezvous=rendezvous)
         run.config_file.write_text(dump_toml(config))
         write_configs(run, configs)
         write_targets(run, metrics)
     except OSError as error:
         raise RunDirError(f"{run.path} cannot be written: {error.strerror}") from None
+    if sentence := moved_metrics(before, metrics, run.targets_file):
+        display.say(sentence)
     run.record("run_started", argv=sys.argv[1:])
     access = access_to(run)
     stores = [valkey_spec(run, socket), *mooncake_specs(config, run)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,16 @@ from slipstream.launcher import resume, rl
 from slipstream.launcher.cli import main
 from slipstream.launcher.config import RunConfig
 from slipstream.launcher.errors import RunDirError
-from slipstream.launcher.ports import PortLease, assign_endpoints, read_endpoints
-from slipstream.launcher.resume import Resumable, earlier_s, find_resumable, make_ready, told
+from slipstream.launcher.ports import (
+    LOOPBACK,
+    PortLease,
+    assign_endpoints,
+    port_of,
+    read_endpoints,
+    take_ports,
+    write_endpoints,
+)
+from slipstream.launcher.resume import Resumable, earlier_s, find_resumable, make_ready, moved_metrics, told
 from slipstream.launcher.rundir import RunDir, RunLock
 from slipstream.orchestrator.journal import Journal
 
@@ -186,6 +196,80 @@ def test_of_a_run_and_its_copy_that_go_on_at_once_one_is_refused_and_keeps_its_a
     lease.close()
     make_ready(copy, other)
     other.close()
+
+
+def with_metrics(run: RunDir, locks: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Addresses of its services and of their metrics, as an earlier launch left them."""
+    lease = PortLease(locks)
+    assigned = assign_endpoints(run.endpoints_file, ["orchestrator", "decode-1"], lease, metrics=True)
+    lease.close()
+    return assigned
+
+
+def test_metrics_of_a_run_that_goes_on_are_where_they_were_as_soon_as_its_dead_processes_are_gone(
+    made, tmp_path: Path
+) -> None:
+    run = made()
+    before = with_metrics(run, tmp_path / "locks")
+    lease = PortLease(tmp_path / "locks")
+    with socket.socket() as dying:
+        dying.bind((LOOPBACK, port_of(before[1]["decode-1"])))
+        dying.listen()
+        gone = threading.Timer(0.5, dying.close)
+        gone.start()
+        make_ready(run, lease)
+    assert assign_endpoints(run.endpoints_file, ["orchestrator", "decode-1"], lease, metrics=True) == before
+    assert moved_metrics(before[1], before[1], run.targets_file) == ""
+
+
+def test_agents_find_the_gateway_of_a_run_that_goes_on_where_it_was(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "PORTS_TIMEOUT_S", 0.2)
+    run = made()
+    locks, file, replicas = tmp_path / "locks", run.endpoints_file, ["orchestrator", "gateway"]
+    first = PortLease(locks)
+    endpoints, _ = assign_endpoints(file, replicas, first)
+    http = take_ports(["trainer", "gateway"], first)["gateway"]
+    write_endpoints(file, endpoints, {}, {"gateway": http})
+    first.close()
+
+    lease = PortLease(locks)
+    make_ready(run, lease)
+    assert assign_endpoints(file, replicas, lease)[0] == endpoints
+    taken = take_ports(["trainer", "gateway"], lease, read_endpoints(file, "agents"))
+    assert taken["gateway"] == http
+    assert taken["trainer"] not in (http, *endpoints.values())
+    lease.close()
+
+    with socket.socket() as other:
+        other.bind((LOOPBACK, port_of(http)))
+        other.listen()
+        with pytest.raises(RunDirError, match=f"{http} is taken, which is the address of its gateway"):
+            make_ready(run, PortLease(locks))
+
+
+def test_metrics_whose_port_another_has_are_moved_and_that_is_said(
+    made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "PORTS_TIMEOUT_S", 0.2)
+    run = made()
+    before = with_metrics(run, tmp_path / "locks")
+    lease = PortLease(tmp_path / "locks")
+    with socket.socket() as other:
+        other.bind((LOOPBACK, port_of(before[1]["decode-1"])))
+        other.listen()
+        make_ready(run, lease)
+        after = assign_endpoints(run.endpoints_file, ["orchestrator", "decode-1"], lease, metrics=True)
+    assert after[0] == before[0]
+    assert after[1]["orchestrator"] == before[1]["orchestrator"]
+    assert moved_metrics(before[1], after[1], run.targets_file) == (
+        f"metrics moved, as their ports are taken: decode-1 from {before[1]['decode-1']} to {after[1]['decode-1']}; "
+        f"runs/demo/prometheus_targets.json has the new ones"
+    )
+    many = {f"decode-{number}": f"{LOOPBACK}:{number}" for number in range(1, 9)}
+    moved = moved_metrics(many, dict.fromkeys(many, f"{LOOPBACK}:99"), run.targets_file)
+    assert "decode-3 from 127.0.0.1:3 to 127.0.0.1:99, and 5 more; " in moved
 
 
 def test_a_secret_of_sessions_that_is_no_file_is_told_before_anything_starts(made, capsys) -> None:
