@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from uuid import uuid4
 
 from slipstream.api.rollout.v1 import rollout_pb2
@@ -42,6 +43,9 @@ def close_request(
     session_id: str, reward: float | None, advantage: float | None, *, discard: bool
 ) -> rollout_pb2.CloseSessionRequest:
     check_text(session_id=session_id)
+    for name, value in {"reward": reward, "advantage": advantage}.items():
+        if isinstance(value, Mapping):
+            raise TypeError(f"{name}: a session is one agent, with one of it; of several, open a session for each")
     if reward is None and not discard:
         raise ValueError("reward: a session is closed with one, or with discard=True")
     return rollout_pb2.CloseSessionRequest(
