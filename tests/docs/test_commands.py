@@ -22,6 +22,9 @@ total_steps = 2
 groups_per_step = 4
 samples_per_group = 4
 
+[prefill]
+replicas = 0
+
 [decode]
 replicas = 1
 
