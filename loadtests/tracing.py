@@ -2,11 +2,11 @@
 
     python loadtests/tracing.py [--calls 1000] [--out figures.jsonl]
 
-A real server and a real channel, both in this process; calls with tracing off, with a group that is not among the
-recorded share, with every span written to a file, and with each of them written by itself, in turns. The least of the
-rounds counts, in processor time: that hardly depends on what else the machine does. Asserted: a call that is traced
-costs at most `MOST` times one that is not. The machine's caches are others' too, so on a busy one two rounds of the
-same differ by a tenth.
+A real server and a real channel, both in this process; calls with tracing off, of a rollout that is not among the
+recorded share, with every span written to a file, with each of them written by itself, and of a request that `SHARED`
+rollouts share, which is in the trace of each, in turns. The least of the rounds counts, in processor time: that hardly
+depends on what else the machine does. Asserted: a call that is traced costs at most `MOST` times one that is not. The
+machine's caches are others' too, so on a busy one two rounds of the same differ by a tenth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "not recorded": {"share": 1e-9},
     "recorded": {"share": 1.0},
     "each by itself": {"share": 1.0, "batch_spans": 1},
+    "shared": {"share": 1.0},
 }
+SHARED = 8
 
 
 class Desk(rollout_pb2_grpc.RolloutServiceServicer):
@@ -47,11 +49,21 @@ class Desk(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.GetSessionResponse()
 
 
-async def round_us(stub: rollout_pb2_grpc.RolloutServiceStub, calls: int) -> float:
+def opened(number: int, rollouts: int) -> Any:
+    """The span that a call is made in, as the runner opens it."""
+    name = f"train-{number}", 1, 1
+    roots = {f"train-{number}.1.{index}": tracing.rollout_trace(*name, index) for index in range(rollouts)}
+    if rollouts == 1:
+        return tracing.span("turn", next(iter(roots.values())), samples=1)
+    copies = {rollout_id: root for rollout_id, root in roots.items() if root is not None}
+    return tracing.span("turn", tracing.group_trace(*name), copies, samples=rollouts)
+
+
+async def round_us(stub: rollout_pb2_grpc.RolloutServiceStub, calls: int, rollouts: int = 1) -> float:
     """Processor time of a call, in microseconds."""
     began_s = time.process_time()
     for number in range(calls):
-        with tracing.span("turn", tracing.group_trace(f"train-{number}", 1), samples=8):
+        with opened(number, rollouts):
             await stub.GetSession(rollout_pb2.GetSessionRequest(session_id="s"), timeout=30)  # pyright: ignore
     return (time.process_time() - began_s) / calls * 1e6
 
@@ -70,7 +82,8 @@ async def measure(calls: int, directory: Path) -> dict[str, float]:
             for _ in range(ROUNDS):
                 for name, settings in KINDS.items():
                     tracing.use(tracing.Tracer("tracing", file=file, **settings))
-                    least[name] = min(least.get(name, float("inf")), await round_us(stub, calls))
+                    rollouts = SHARED if name == "shared" else 1
+                    least[name] = min(least.get(name, float("inf")), await round_us(stub, calls, rollouts))
     finally:
         tracing.use(tracing.Tracer("", 0.0))
         await server.stop(None)
@@ -87,6 +100,7 @@ def figures(calls: int) -> dict[str, float]:
         "recorded_ratio": round(least["recorded"] / off, 3),
         "unrecorded_ratio": round(least["not recorded"] / off, 3),
         "each_by_itself_ratio": round(least["each by itself"] / off, 3),
+        "rollout_sharing_us": round((least["shared"] - least["recorded"]) / SHARED, 1),
     }
 
 

@@ -94,6 +94,8 @@ class Sample:
     """Text and tokens are left out: the group's are too large for a message."""
     role_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of an environment with several roles, what it is worth for each."""
+    trace_id: str = ""
+    """Its trace at the run's collector and in `slipstream trace`; empty where it is not traced."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Rollout:
     labels: dict[str, str] = field(default_factory=dict)
     sequence: int = 0
     """Grows with every change of any group: what `watch_rollouts` goes on from."""
+    trace_id: str = ""
+    """The trace of what its rollouts share, linked to each one's own; empty before it runs, and where it is not."""
 
     @property
     def ended(self) -> bool:
@@ -136,6 +140,7 @@ class Rollout:
             samples=tuple(_sample(record) for record in proto.records),
             labels=dict(proto.labels),
             sequence=proto.sequence,
+            trace_id=proto.trace_id,
         )
 
 
@@ -172,4 +177,5 @@ def _sample(record: runner_pb2.RolloutRecord) -> Sample:
         logprobs=tuple(record.answer.logprobs),
         omitted=record.answer.omitted,
         role_rewards={each.role: each.reward for each in record.role_rewards},
+        trace_id=record.trace_id,
     )

@@ -46,6 +46,8 @@ class Session:
     labels: dict[str, str]
     idle_timeout_s: float
     total_timeout_s: float
+    trace_id: str = ""
+    """Its trace at the run's collector and in `slipstream trace`; empty where it is not traced."""
 
     @property
     def ended(self) -> bool:
@@ -69,6 +71,7 @@ class Session:
             labels=dict(proto.labels),
             idle_timeout_s=proto.idle_timeout_ms / 1000,
             total_timeout_s=proto.total_timeout_ms / 1000,
+            trace_id=proto.trace_id,
         )
 
 

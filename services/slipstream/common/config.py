@@ -154,10 +154,10 @@ class MetricsConfig(BaseConfig):
 
 
 class TracingConfig(BaseConfig):
-    """Traces: what became of single groups, across all services. `slipstream trace RUN` makes a file of them."""
+    """Traces: what became of single rollouts, across all services. `slipstream trace RUN` makes a file of them."""
 
     sample_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the groups that are traced, chosen by name. 0 traces nothing and costs nothing."""
+    """Share of the groups whose rollouts are traced, chosen by name. 0 traces nothing and costs nothing."""
 
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
     """An OpenTelemetry collector that spans are sent to as well, OTLP over HTTP, such as http://127.0.0.1:4318.

@@ -1,10 +1,11 @@
-"""Traces: what became of one group, from its dispatch to the step that trained it, across all services.
+"""Traces: what became of one rollout, from its dispatch to the step that trained it, across all services.
 
-    with tracing.span("turn", of=tracing.group_trace("train-7", 1), sample_count=8):
+    with tracing.span("turn", of=tracing.rollout_trace("train-7", 1, 1, 3), samples=1):
         ...                                   # calls made in here carry the trace to whoever answers them
 
-A trace is an attempt at a group. Its id, its root and whether it is recorded follow from its name and the run's:
-every service knows them without being told, also after a restart. Inside a call the context travels as W3C's
+Each rollout of an attempt at a group has a trace of its own; what they share, a request for all of them say, is in one
+of the group, and its copies in theirs. The ids of a trace, its root and whether it is recorded follow from its name and
+the run's: every service knows them without being told, also after a restart. Inside a call the context travels as W3C's
 `traceparent`. Spans that have ended go into the process's file under `<run_dir>/timeline/` and, where
 `tracing.otlp_endpoint` is set, to a collector (`otlp.py`). Nothing here waits or raises for the sake of a trace.
 """
@@ -19,9 +20,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import structlog
@@ -30,6 +32,7 @@ from slipstream.common.config import ServiceConfig
 from slipstream.common.timeline import TimelineFile
 
 if TYPE_CHECKING:
+    from slipstream.api.training.v1 import batch_pb2
     from slipstream.common.otlp import OtlpExport
 
 HEADER = "traceparent"
@@ -49,6 +52,15 @@ class TraceContext(NamedTuple):
 
     trace_id: str
     span_id: str
+
+
+class RolloutName(NamedTuple):
+    """Of a rollout, as `rollout_trace` takes it."""
+
+    group_id: str
+    incarnation: int
+    attempt: int
+    sample_index: int
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,15 @@ class Tracer:
 log = structlog.get_logger()
 
 
+class Opened(Protocol):
+    """A block that is recorded, or would be."""
+
+    @property
+    def copies(self) -> Mapping[str, TraceContext]:
+        """Where spans inside it go that are of one rollout alone, by the rollouts' ids."""
+        ...
+
+
 class Carrier(Protocol):
     """What holds the present place in a trace, apart for each task and thread. A `ContextVar` is one."""
 
@@ -228,12 +249,39 @@ def now_s() -> float:
     return time.time()
 
 
-def group_trace(group_id: str, attempt: int) -> TraceContext | None:
-    """The root of an attempt's trace; None where it is not among the recorded share."""
+def group_trace(group_id: str, incarnation: int, attempt: int) -> TraceContext | None:
+    """The root of the trace of an attempt at a group; None where it is not among the recorded share.
+
+    `incarnation`: that it was dispatched at. An attempt that a restored trainer has run again is another."""
     if not _tracer.share:
         return None
-    context = _context_of(f"group {group_id}.{attempt}")
+    context = _context_of(f"group {group_id}.{incarnation}.{attempt}")
     return context if int(context.trace_id[:8], 16) < _tracer.share * _SHARES else None
+
+
+def rollout_trace(group_id: str, incarnation: int, attempt: int, index: int) -> TraceContext | None:
+    """The root of the trace of a rollout, which is recorded where its group is."""
+    if group_trace(group_id, incarnation, attempt) is None:
+        return None
+    return _context_of(f"rollout {group_id}.{incarnation}.{attempt}.{index}")
+
+
+def trace_id(of: TraceContext | None) -> str:
+    """What people look it up by; empty where it is not recorded."""
+    return "" if of is None else of.trace_id
+
+
+def planned_rollouts(plans: Iterable[batch_pb2.Plan]) -> list[RolloutName]:
+    """The rollouts that plans train, where anything is traced."""
+    if not _tracer.share:
+        return []
+    found: dict[str, RolloutName] = {}
+    for planned in (each for plan in plans for batch in plan.micro_batches for each in batch.sequences):
+        if planned.rollout_id not in found:
+            _, attempt, index = planned.rollout_id.rsplit(".", 2)
+            name = RolloutName(planned.group_id, planned.dispatch_version.incarnation, int(attempt), int(index))
+            found[planned.rollout_id] = name
+    return list(found.values())
 
 
 def step_trace(version: str) -> TraceContext | None:
@@ -251,18 +299,30 @@ def record(
     of: TraceContext | None,
     duration_s: float,
     *,
+    links: Sequence[TraceContext | None] = (),
+    **attributes: Any,
+) -> None:
+    """Write a span that ends now, below `of`; nothing where that is None."""
+    if of is not None:
+        end_s = now_s()
+        record_between(name, of, end_s - max(duration_s, 0.0), end_s, links=links, **attributes)
+
+
+def record_between(
+    name: str,
+    of: TraceContext | None,
+    start_s: float,
+    end_s: float,
+    *,
     root: bool = False,
     links: Sequence[TraceContext | None] = (),
     **attributes: Any,
 ) -> None:
-    """Write a span that ends now, below `of` or, as the `root`, in its place; nothing where `of` is None."""
+    """Write a span of these Unix seconds, below `of` or, as the `root`, in its place; nothing where that is None."""
     if of is not None:
         context = of if root else TraceContext(of.trace_id, _new_id())
-        end_s = now_s()
         known = [link for link in links if link is not None]
-        _tracer.write(
-            Span(name, context, "" if root else of.span_id, end_s - max(duration_s, 0.0), end_s, known, attributes)
-        )
+        _tracer.write(Span(name, context, "" if root else of.span_id, start_s, end_s, known, attributes))
 
 
 def export(span: Span) -> None:
@@ -290,8 +350,10 @@ def parse(header: str | bytes) -> TraceContext | None:
 class _Nothing:
     """A span that is not recorded."""
 
-    def __enter__(self) -> None:
-        return None
+    copies: Mapping[str, TraceContext] = MappingProxyType({})
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -300,11 +362,15 @@ class _Nothing:
 class _Open:
     """A span from where the block begins to where it ends, however that is."""
 
-    def __init__(self, name: str, parent: TraceContext, attributes: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, parent: TraceContext, copies: Mapping[str, TraceContext], attributes: dict[str, Any]
+    ) -> None:
         self._name = name
         self._parent = parent
         self._attributes = attributes
         self._context = TraceContext(parent.trace_id, _new_id())
+        self._parents = copies
+        self.copies = {rollout_id: child(each) for rollout_id, each in copies.items()}
         self._token: Any
 
     def __enter__(self) -> Self:
@@ -316,9 +382,13 @@ class _Open:
         _current.reset(self._token)
         if kind is not None:
             self._attributes["error"] = kind.__name__
-        end_s = self._start_s + time.monotonic() - self._began_s
+        start_s, end_s = self._start_s, self._start_s + time.monotonic() - self._began_s
         context, parent_id = self._context, self._parent.span_id
-        _tracer.write(Span(self._name, context, parent_id, self._start_s, end_s, (), self._attributes))
+        _tracer.write(Span(self._name, context, parent_id, start_s, end_s, (), self._attributes))
+        for rollout_id, copy in self.copies.items():
+            attributes = {"rollout": rollout_id, **self._attributes}
+            parent_id = self._parents[rollout_id].span_id
+            _tracer.write(Span(self._name, copy, parent_id, start_s, end_s, (context,), attributes))
 
 
 class _Entered:
@@ -338,10 +408,17 @@ class _Entered:
 _NOTHING = _Nothing()
 
 
-def span(name: str, of: TraceContext | None = None, **attributes: Any) -> _Open | _Nothing:
-    """A block that is recorded as part of the block around it or, where none is, of the trace `of`."""
-    parent = _current.get() or of
-    return _NOTHING if parent is None else _Open(name, parent, attributes)
+def span(
+    name: str,
+    of: TraceContext | None = None,
+    copies: Mapping[str, TraceContext] = _NOTHING.copies,
+    **attributes: Any,
+) -> _Open | _Nothing:
+    """A block that is recorded below the block around it or, where that is of another trace than `of`, or none is,
+    below `of`. `copies`: rollouts that it is work for as well, by their ids, and what it is below in their traces."""
+    current = _current.get()
+    parent = current if of is None or (current is not None and current.trace_id == of.trace_id) else of
+    return _NOTHING if parent is None else _Open(name, parent, copies, attributes)
 
 
 def entered(context: TraceContext | None) -> _Entered | _Nothing:

@@ -49,8 +49,9 @@ class Tools:
 
     def span(self, name: str, **attributes: Any) -> AbstractContextManager[Any]:
         """A block that the rollout's trace shows below the call of the environment it is in; nothing if it has none."""
-        if "of" in attributes:  # says below what, there
-            attributes["of_"] = attributes.pop("of")
+        for name_of_ours in ("of", "copies"):  # say below what, there
+            if name_of_ours in attributes:
+                attributes[f"{name_of_ours}_"] = attributes.pop(name_of_ours)
         return tracing.span(name, **attributes)
 
     async def run_python(self, source: str, stdin: bytes, limits: SandboxLimits) -> ExecResult:

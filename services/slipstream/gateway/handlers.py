@@ -71,8 +71,10 @@ class Handlers:
     ) -> web.StreamResponse:
         started_s = time.monotonic()
         found = await self._turns.find(_key(request))  # before its body: nobody else gets memory here
-        trace = tracing.group_trace(found.group_id, found.attempt)
-        with tracing.span("request", trace, path=request.path, session_id=found.session.session_id):
+        session = found.session
+        incarnation, index = session.dispatch_version.incarnation, session.sample_index
+        trace = tracing.rollout_trace(found.group_id, incarnation, found.attempt, index)
+        with tracing.span("request", trace, path=request.path, session_id=session.session_id):
             response = await self._answered(request, found, kind)
         log.debug("turn_answered", duration_s=round(time.monotonic() - started_s, 3))
         return response

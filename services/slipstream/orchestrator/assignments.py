@@ -13,7 +13,7 @@ from slipstream.orchestrator.config import SESSION, EnvironmentConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.external import ExternalGroup
 from slipstream.orchestrator.sessions import SessionGroup
-from slipstream.orchestrator.tasks import Task, TaskSequence
+from slipstream.orchestrator.tasks import Task, TaskSequence, group_id_of
 
 TRAINING = runner_pb2.GROUP_PURPOSE_TRAINING
 EVALUATION = runner_pb2.GROUP_PURPOSE_EVALUATION
@@ -119,14 +119,3 @@ class Assigner:
             salt=f"{self._run_id}/{version.incarnation}/{version.step}/{self._kv_dtype}",
             deadline_ms=int(environment.deadline_s * 1000),
         )
-
-
-def group_id_of(position: int) -> str:
-    """Name the group of a position."""
-    return f"train-{position}"
-
-
-def position_of(group_id: str) -> int | None:
-    """Return the position of a training group's name."""
-    kind, _, number = group_id.partition("-")
-    return int(number) if kind == "train" and number.isdecimal() else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2, runner_pb2
+from slipstream.common import tracing
 from slipstream.common.errors import RolloutQueueFull, RolloutUnknown
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator import telemetry
@@ -163,6 +164,7 @@ class ExternalGroups:
         group.attempts += 1
         group.rollout.state = rollout_pb2.ROLLOUT_STATE_RUNNING
         group.rollout.dispatch_version.CopyFrom(version.to_proto())
+        group.rollout.trace_id = tracing.trace_id(tracing.group_trace(group.name, version.incarnation, group.attempts))
         self._touch(group)
         return group
 

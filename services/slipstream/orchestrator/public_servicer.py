@@ -12,12 +12,12 @@ from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.common.errors import EnvironmentUnknown, InvalidRequest
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
-from slipstream.orchestrator.assignments import group_id_of
 from slipstream.orchestrator.checkpoint_calls import MAX_WAIT_S, CheckpointCalls
 from slipstream.orchestrator.journal import Journal
 from slipstream.orchestrator.run_state import CLIENT, RunState
 from slipstream.orchestrator.sequencer import Sequencer
 from slipstream.orchestrator.session_desk import SessionDesk
+from slipstream.orchestrator.tasks import group_id_of
 
 _DEFAULT_PAGE = 100
 _DEFAULT_PER_SECOND = 2

@@ -38,11 +38,11 @@ from slipstream.algorithms.staleness import Group, Outcome, Phase
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.common.errors import JournalCorrupt
 from slipstream.common.version import UNSET, PolicyVersion
-from slipstream.orchestrator.assignments import group_id_of
 from slipstream.orchestrator.packed import unpack
 from slipstream.orchestrator.run_state import AccuracyResult
 from slipstream.orchestrator.sealer import SealedPlan, references
 from slipstream.orchestrator.session_history import KeptSession, session_of
+from slipstream.orchestrator.tasks import group_id_of
 
 Record = Mapping[str, Any]
 

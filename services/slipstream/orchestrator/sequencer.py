@@ -21,7 +21,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
 from slipstream.orchestrator.advantage import BadAdvantages, build_advantages
-from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner, group_id_of, position_of
+from slipstream.orchestrator.assignments import EVALUATION, EXTERNAL, TRAINING, Assigner
 from slipstream.orchestrator.attempts import Attempt, RunningAttempts
 from slipstream.orchestrator.breakers import Breakers
 from slipstream.orchestrator.concurrency_gate import ConcurrencyGate
@@ -46,7 +46,7 @@ from slipstream.orchestrator.sealer import ScoredGroup, SealedPlan, Sealer, has_
 from slipstream.orchestrator.sessions import SessionGroup, Sessions
 from slipstream.orchestrator.signals import Signal
 from slipstream.orchestrator.skipped import NOT_FINITE, NOTHING_KNOWN, SkippedSteps
-from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
+from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence, group_id_of, position_of
 from slipstream.orchestrator.traces import GroupTraces
 
 log = structlog.get_logger()
@@ -369,7 +369,7 @@ class Sequencer:
             self.totals.rollouts += len(report.rollouts)
             self._note_outcome(attempt, report)
             ended = runner_pb2.GroupOutcome.Name(report.outcome).removeprefix("GROUP_OUTCOME_").lower()
-            self.traces.ended(attempt.assignment, attempt.started_at, ended)
+            self.traces.ended(attempt.assignment, attempt.started_at, ended, report)
             if not self._take(attempt, report):
                 result.unneeded.append(key)
                 for record in report.rollouts:
@@ -695,7 +695,7 @@ class Sequencer:
                 self.sessions.trained(group.position, group.attempt, version.step)
         self._journal.append(outcome.value, step=version.step, incarnation=version.incarnation, totals=totals)
         telemetry.groups_ended.labels(outcome.value, reason).inc(len(groups))
-        self.traces.trained(plan.attempts, version)
+        self.traces.trained(plan, version)
         self.skipped.note(plan, skipped=skipped, reason=why)
         self.durations.trained()
         self._let_go()
@@ -816,7 +816,7 @@ class Sequencer:
         groups = [self._scored.pop(group.position) for group in sealed.groups]
         plan = self.sealer.plan(sealed, groups, self.incarnation, self._masked)
         self.plans[sealed.step] = plan
-        self.traces.sealed(plan.attempts, sealed.step)
+        self.traces.sealed(plan)
         telemetry.steps_sealed.inc()
         telemetry.trained_tokens.inc(sum(rank_plan.loss_token_count for rank_plan in plan.plans[:1]))
         for group in sealed.groups:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.api.rollout.v1 import rollout_pb2
+from slipstream.common import tracing
 from slipstream.common.errors import InvalidRequest, SessionsFull, SessionUnknown
 from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.orchestrator import telemetry
@@ -25,6 +26,7 @@ from slipstream.orchestrator.ledger import Asked, Ledger, asked_by
 from slipstream.orchestrator.line import Line
 from slipstream.orchestrator.session_history import OVER, KeptSession
 from slipstream.orchestrator.signals import Signal
+from slipstream.orchestrator.tasks import group_id_of
 
 OPEN = rollout_pb2.SESSION_STATE_OPEN
 CLOSED = rollout_pb2.SESSION_STATE_CLOSED
@@ -270,6 +272,9 @@ class Sessions:
             base_url=self._base_url,
             idle_timeout_ms=group.idle_timeout_ms,
             total_timeout_ms=group.total_timeout_ms,
+            trace_id=tracing.trace_id(
+                tracing.rollout_trace(group_id_of(group.position), group.version.incarnation, group.attempt, index)
+            ),
         )
         number, asked = self.ledger.last_number + 1, asked_by(opening.request)
         session = AgentSession(proto, group, opening.key_sha256, number, asked, opening.nonce)

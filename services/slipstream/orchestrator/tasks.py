@@ -71,5 +71,16 @@ def evaluation_tasks(environment: str, count: int) -> list[Task]:
     return [Task(environment, "held_out", index) for index in range(count)]
 
 
+def group_id_of(position: int) -> str:
+    """Name the group of a position."""
+    return f"train-{position}"
+
+
+def position_of(group_id: str) -> int | None:
+    """Return the position of a training group's name."""
+    kind, _, number = group_id.partition("-")
+    return int(number) if kind == "train" and number.isdecimal() else None
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

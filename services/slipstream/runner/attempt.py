@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.routing.v1 import routing_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common import errors, tracing
+from slipstream.common.tracing import TraceContext
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.hashing import block_hashes
 from slipstream.runner import telemetry
@@ -42,6 +44,7 @@ FLUSH_MS = 50
 """How long a token waits at the worker while somebody listens."""
 SPARES_FLUSH_MS = 100
 """The same where members are given up once enough have ended."""
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 ABORTED = types_pb2.FINISH_REASON_ABORTED
 ABORT_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 30.0
@@ -89,10 +92,14 @@ class TurnAttempt:
         suffix: str,
         wish: Wish | None = None,
         spares: Spares | None = None,
+        shared: Mapping[int, tuple[str, TraceContext]] = NOTHING,
     ) -> None:
         """`rollouts`: by index in the group. `suffix`: tells its name from those of other requests of this attempt at
-        the group, whose KV handles and routes may be kept. `spares`: ends it as soon as enough members have ended."""
+        the group, whose KV handles and routes may be kept. `spares`: ends it as soon as enough members have ended.
+        `shared`: of a turn of several, each rollout's id and its turn in its own trace, by index."""
         self._spares = spares
+        self._shared = shared
+        self._turns = dict(shared.values())
         self._inference = inference
         self._peers = inference.peers
         self._assignment = assignment
@@ -140,6 +147,7 @@ class TurnAttempt:
             raise rebuilt from error
         finally:
             telemetry.turns.labels(outcome).inc()
+            self._trace_decodes()
             self._peers.release_routes(self._references() if left is None else left)
             try:
                 if outcome != "finished":
@@ -173,7 +181,7 @@ class TurnAttempt:
             min_policy_version=assignment.dispatch_version,
             avoid_replicas=avoid,
         )
-        with tracing.span("place", request_id=self.request_id):
+        with tracing.span("place", copies=self._turns, request_id=self.request_id):
             self.placement = placement = await self._peers.router.Place(request, timeout=PLACE_TIMEOUT_S)
         placed_s = time.monotonic()
         self._timings.queue_s = placed_s - asked_s
@@ -181,7 +189,8 @@ class TurnAttempt:
         kv: prefill_pb2.KvHandle | None = None
         if placement.HasField("prefill"):
             self._prefilling = True
-            with tracing.span("prefill", replica=placement.prefill.replica, tokens=len(self._token_ids)):
+            replica, tokens = placement.prefill.replica, len(self._token_ids)
+            with tracing.span("prefill", copies=self._turns, replica=replica, tokens=tokens):
                 prefilled = await self._prefill(prompt, placement.prefill)
             kv = prefilled.kv if prefilled.HasField("kv") else None
             self._cached_token_count = prefilled.cached_token_count
@@ -342,6 +351,18 @@ class TurnAttempt:
             if self._decoding:
                 ended_s = now_s if segment.ended_s is None else segment.ended_s
                 timings.decode_s += ended_s - self._decoding_since_s
+
+    def _trace_decodes(self) -> None:
+        """Of a turn of several: each one's decode in its own trace, which ends when its sample does."""
+        if not self._decoding or self.placement is None:
+            return
+        now_s, unix_s = time.monotonic(), tracing.now_s()
+        for index, (rollout_id, turn) in self._shared.items():
+            segment = self.segments[index]
+            ended_s = now_s if segment.ended_s is None else segment.ended_s
+            moments = (unix_s - (now_s - each_s) for each_s in (self._decoding_since_s, ended_s))
+            said = {"replica": self.placement.decode.replica, "tokens": len(segment.token_ids)}
+            tracing.record_between("decode", turn, *moments, rollout=rollout_id, **said)
 
     def _references(self) -> list[types_pb2.RowsRef]:
         candidates = [self._prompt_routes, *(segment.routes for segment in self.segments.values())]

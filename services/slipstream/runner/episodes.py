@@ -16,7 +16,6 @@ from typing import Any
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
-from slipstream.common import tracing
 from slipstream.common.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -32,6 +31,7 @@ from slipstream.runner.envclient import EndedEpisode, OpenEpisode, ScoredSample,
 from slipstream.runner.envpool import EnvironmentPool
 from slipstream.runner.rollout import STOP, Rollout
 from slipstream.runner.spares import spares_of
+from slipstream.runner.traces import AttemptTraces
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import Conversation, TurnClient
 
@@ -106,6 +106,7 @@ class EpisodeGroup:
         self._spares = spares_of(assignment)
         self._running: list[asyncio.Task[None]] = []
         self.sandbox_executions = 0
+        self._traces = AttemptTraces(assignment)
 
     async def run(self) -> list[Member]:
         """All members, each with a score or a failure, or neither where enough others had ended before. Cancelling it
@@ -115,7 +116,7 @@ class EpisodeGroup:
         the whole group is run again then, as those of one turn are.
         """
         count = self._assignment.sample_count
-        with tracing.span("setup"):
+        with self._traces.span("setup", range(count)):
             opened = await self._environments.open(self._task, count)
         self._open = {each.number for each in opened.members if isinstance(each, OpenEpisode)}
         if opened.timeout_s:
@@ -176,7 +177,7 @@ class EpisodeGroup:
                     rollout = member.samples[sample]
                     stopped = rollout.finish_reason == STOP
                     asked_s = time.monotonic()
-                    with tracing.span("tools", sample=member.index):
+                    with self._traces.span("tools", [member.index]):
                         prompt = await self._turn(member, rollout.answer, stopped)
                     rollout.timings.tools_s += time.monotonic() - asked_s
                     if prompt is None:
@@ -190,7 +191,7 @@ class EpisodeGroup:
                         cut = "context"  # the engine takes less than the model's configuration says
                         break
                 asked_s = time.monotonic()
-                with tracing.span("score", sample=member.index):
+                with self._traces.span("score", [member.index]):
                     ended = await self._end(member, cut)
                 member.samples[0].timings.score_s += time.monotonic() - asked_s
         except SlipstreamError as error:

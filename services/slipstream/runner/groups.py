@@ -24,6 +24,7 @@ from slipstream.runner.rollout_record import records_of
 from slipstream.runner.spares import spares_of
 from slipstream.runner.spool import Rows, Spool
 from slipstream.runner.teacher import TeacherClient
+from slipstream.runner.traces import AttemptTraces
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.turns import TurnClient
 from slipstream.runner.unfinished import Unfinished
@@ -79,10 +80,10 @@ class GroupRunner:
         group: list[Finished] = []
         if unfinished is not None:
             telemetry.groups_taken_up.labels("resumed" if unfinished.turns else "started_over").inc()
-        trace = tracing.group_trace(assignment.group_id, assignment.attempt)
+        traces = AttemptTraces(assignment)
         try:
             play = self._play_turns if prompt.takes_turns else self._play
-            with tracing.span("run", trace, group_id=assignment.group_id, sample_count=assignment.sample_count):
+            with tracing.span("run", traces.group, group_id=assignment.group_id, sample_count=assignment.sample_count):
                 group, executions = await play(assignment, prompt, deadline_s, report, turn_log)
                 await self._judge(assignment, group)
         except SlipstreamError as error:
@@ -110,11 +111,12 @@ class GroupRunner:
 
     async def _judge(self, assignment: runner_pb2.GroupAssignment, group: list[Finished]) -> None:
         """Have the teacher say how likely it finds what is to be trained on."""
-        if self._teacher is None or assignment.purpose != TRAINING:
+        if self._teacher is None or not self._teacher.configured or assignment.purpose != TRAINING:
             return
         samples = [sample for finished in group for sample in finished.samples]
+        judged = [finished.index for finished in group]
         try:
-            with tracing.span("teacher"):
+            with AttemptTraces(assignment).span("teacher", judged):
                 await self._teacher.judge(samples, assignment.sampling.temperature)
         except BaseException:
             self._turns.release_routes(samples)
@@ -138,7 +140,8 @@ class GroupRunner:
             report.given_up_token_count = spares.token_count if spares is not None else 0
             samples = [(rollout.answer, rollout.finish_reason == STOP) for rollout in conversation.rollouts]
             asked_s = time.monotonic()
-            with tracing.span("score"):
+            scored = [index for index, _ in conversation.indexed]
+            with AttemptTraces(assignment).span("score", scored):
                 scores, executions = await self._environments.score(task_of(assignment), samples)
             for rollout in conversation.rollouts:
                 rollout.timings.score_s += time.monotonic() - asked_s

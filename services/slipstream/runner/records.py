@@ -13,6 +13,7 @@ from slipstream.runner.attempt import attempt_name
 from slipstream.runner.envclient import ScoredSample
 from slipstream.runner.rollout import Rollout
 from slipstream.runner.spool import Rows
+from slipstream.runner.traces import trace_id
 
 MAX_ANSWER_BYTES = 4 << 20
 CUTS = {
@@ -55,6 +56,7 @@ class Recorder:
         return runner_pb2.RolloutRecord(
             rollout_id=f"{assignment.group_id}.{assignment.attempt}.{finished.index}",
             sample_index=finished.index,
+            trace_id=trace_id(assignment, finished.index),
             reward=finished.score.reward,
             correct=finished.score.correct,
             cached_token_count=sum(sample.cached_token_count for sample in finished.samples),

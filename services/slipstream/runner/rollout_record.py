@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.version import PolicyVersion
+from slipstream.runner.traces import trace_id
 
 if TYPE_CHECKING:
     from slipstream.runner.records import Finished
@@ -59,6 +60,7 @@ def records_of(
             "group_id": assignment.group_id,
             "attempt": assignment.attempt,
             "sample": finished.index,
+            **({"trace_id": trace} if (trace := trace_id(assignment, finished.index)) else {}),
             "purpose": runner_pb2.GroupPurpose.Name(assignment.purpose).removeprefix("GROUP_PURPOSE_").lower(),
             **_asked(assignment, finished),
             "dispatch_version": str(PolicyVersion.from_proto(assignment.dispatch_version)),

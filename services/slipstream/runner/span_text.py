@@ -20,7 +20,7 @@ MAX_TIME_S = 2**63 / 1e9
 """Collectors are told nanoseconds."""
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 _SPAN_ID = re.compile("[0-9a-f]{16}")
-_RESERVED = frozenset({"kind", "start_s", "end_s", "name", "trace", "span", "parent", "links"})
+_RESERVED = frozenset({"kind", "start_s", "end_s", "name", "trace", "span", "parent", "links", "rollout"})
 """Of a line of the timeline."""
 
 

@@ -36,6 +36,11 @@ class TeacherClient:
         self._timeout_s = timeout_s
         self._turns = itertools.count()
 
+    @property
+    def configured(self) -> bool:
+        """Whether there is any to ask."""
+        return bool(self._addresses)
+
     async def judge(self, rollouts: Sequence[Rollout], temperature: float, *, until_s: float = 0.0) -> None:
         """Fill in `teacher_logprobs` of each. Raises `TeacherAway`, or what the teacher refuses.
 

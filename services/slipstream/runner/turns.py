@@ -18,12 +18,14 @@ import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common import errors, tracing
+from slipstream.common import errors
+from slipstream.common.tracing import TraceContext
 from slipstream.runner import telemetry
 from slipstream.runner.attempt import Inference, TurnAttempt, Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.rollout import Rollout
 from slipstream.runner.spares import Spares
+from slipstream.runner.traces import AttemptTraces
 from slipstream.runner.turn_log import TurnLog
 from slipstream.runner.watch import WorkerWatch
 
@@ -107,6 +109,9 @@ class Conversation:
         self._rollouts: dict[int, Rollout] = {}
         self._wishes: dict[int, Wish] = {}
         self._spares: Spares | None = None
+        self._traces = AttemptTraces(assignment)
+        self._shared: dict[int, tuple[str, TraceContext]] = {}
+        """By index, while a turn is asked for together with others': the rollout, and the turn in its trace."""
 
     @property
     def indexed(self) -> list[tuple[int, Rollout]]:
@@ -154,12 +159,13 @@ class Conversation:
                     spares.ended(index)
         try:
             if asked and not (spares is not None and spares.enough):
-                of = tracing.group_trace(self._assignment.group_id, self._assignment.attempt)
-                with tracing.span("turn", of, samples=len(asked), first_sample=asked[0]):
+                with self._traces.span("turn", asked, samples=len(asked), first_sample=asked[0]) as turn:
+                    self._shared |= self._traces.apart(turn, asked)
                     await self._sample(asked, deadline_s, ())
         finally:
-            if wish is not None:
-                for index in indexes:
+            for index in indexes:
+                self._shared.pop(index, None)
+                if wish is not None:
                     del self._wishes[index]
         if turn_log is not None:
             for index in asked:
@@ -233,4 +239,5 @@ class Conversation:
         rollouts = {index: self._rollouts[index] for index in indexes}
         suffix = "~".join(("", *filter(None, (self._taken_up, str(number or "")))))
         wish = self._wishes.get(next(iter(rollouts)))
-        return TurnAttempt(self._inference, self._assignment, rollouts, suffix, wish, self._spares)
+        shared = {index: self._shared[index] for index in indexes if index in self._shared}
+        return TurnAttempt(self._inference, self._assignment, rollouts, suffix, wish, self._spares, shared)

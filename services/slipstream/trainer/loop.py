@@ -46,7 +46,7 @@ from slipstream.trainer.room import write_when_room
 from slipstream.trainer.rows import RowForm
 from slipstream.trainer.sequence import version_number
 from slipstream.trainer.status import Status, request_id
-from slipstream.trainer.timeline import Timeline, traced_groups
+from slipstream.trainer.timeline import Timeline
 from slipstream.trainer.torch_thread import TorchThread
 from slipstream.weights.adapter import Adapter, adapter_name
 from slipstream.weights.manifest import Box, Probe
@@ -380,10 +380,12 @@ class TrainingLoop:
         return metrics, fetch_s
 
     def _interval(self, kind: str, learner: Learner, plan: batch_pb2.Plan) -> AbstractContextManager[None]:
-        """Of the timeline: the first span of the step's trace, which links those of the groups that it trains."""
+        """Of the timeline: the first span of the step's trace, which links those of the rollouts that it trains."""
         version = PolicyVersion.from_proto(plan.version)
         of, first = tracing.step_trace(str(version)), learner.world.rank == 0
-        return self._timeline.interval(kind, of, root=first, links=traced_groups(plan), step=version.step)
+        traces = (tracing.rollout_trace(*rollout) for rollout in tracing.planned_rollouts([plan]))
+        links = [trace for trace in traces if trace is not None]
+        return self._timeline.interval(kind, of, root=first, links=links, step=version.step)
 
     def _fetching(self) -> float:
         self._status.enter("fetching")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.api.training.v1 import batch_pb2
 from slipstream.common import tracing
 from slipstream.common.timeline import TimelineFile
 from slipstream.common.tracing import Span, TraceContext
@@ -44,14 +43,3 @@ class Timeline:
             tracing.export(span)
             fields = span.fields()
         self._file.record(kind, start_s, end_s, **fields)
-
-
-def traced_groups(plan: batch_pb2.Plan) -> list[TraceContext]:
-    """Traces of the attempts whose rollouts a plan trains, as far as they are recorded."""
-    if not tracing.enabled():
-        return []
-    ids = dict.fromkeys(planned.rollout_id for batch in plan.micro_batches for planned in batch.sequences)
-    names = dict.fromkeys(name.rpartition(".")[0] for name in ids)
-    attempts = [(group_id, int(number)) for group_id, _, number in (name.rpartition(".") for name in names)
-                if number.isdecimal()]  # fmt: skip
-    return [trace for each in attempts if (trace := tracing.group_trace(*each)) is not None]

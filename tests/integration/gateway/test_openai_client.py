@@ -164,15 +164,17 @@ async def test_a_key_opens_its_own_session_alone(make_world: Make) -> None:
         assert len(world.runner.turns) == 2
 
 
-async def test_a_request_is_a_span_of_its_sessions_group_and_its_turn_lies_below(
+async def test_a_request_is_a_span_of_its_sessions_rollout_and_its_turn_lies_below(
     make_world: Make, tmp_path: Path
 ) -> None:
     path = tmp_path / "timeline" / "gateway.jsonl"
     tracing.use(tracing.Tracer("run", 1.0, TimelineFile(path)))
     try:
         async with make_world() as world, world.client() as client:
+            session = world.orchestrator.open("session-a-0", "mine")
+            session.sample_index, session.dispatch_version.incarnation = 1, 4
             await client.chat.completions.create(model="m", messages=ASK)
-        root = tracing.group_trace("train-3", 2)
+        root = tracing.rollout_trace("train-3", 4, 2, 1)
     finally:
         tracing.use(tracing.Tracer("", 0.0))
     spans = {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}

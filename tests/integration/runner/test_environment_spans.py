@@ -27,6 +27,8 @@ from tests.otlp_collector import collector
 
 BOTH = 2
 """Samples of a group: members of which each has an episode."""
+SHOWN = ("setup", "turn", "place", "prefill", "decode", "tools", "score")
+"""The runner's own spans of each: what they share, and what is its own."""
 ALWAYS = 7
 """Spans of each: its four calls, and three of their own in them."""
 
@@ -90,29 +92,36 @@ async def test_a_rollouts_trace_shows_the_environments_calls_and_the_sandbox_bel
         group_id = await world.give("told", samples=BOTH)
         report = await world.report(group_id)
         assert report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED, report
-        trace = tracing.group_trace(group_id, 1)
-        assert trace is not None
+        group = tracing.group_trace(group_id, 1, 1)
+        rollouts = [tracing.rollout_trace(group_id, 1, 1, index) for index in range(BOTH)]
         # The runner's own wait for others a moment; `run` ends last.
         await world.until(lambda: any(s["name"] == "run" for s in spans_of(world.directory).get("runner-1", [])))
         files = spans_of(world.directory)
-    spans = [span for lines in files.values() for span in lines if span["trace"] == trace.trace_id]
+    spans = [span for lines in files.values() for span in lines]
     by_id = {span["span"]: span for span in spans}
-    own = [chain(span, by_id) for span in files["runner-1-told"]]
-    expected = [
-        ["environment_setup", "setup", "run"],
-        ["prepare", "environment_setup", "setup", "run"],
-        ["environment_step", "tools", "run"],
-        ["compile", "environment_step", "tools", "run"],
-        ["sandbox_run", "compile", "environment_step", "tools", "run"],
-        ["environment_score", "score", "run"],
-        ["think", "environment_score", "score", "run"],
-        ["fails", "environment_score", "score", "run"],
-        ["environment_close", "score", "run"],
-    ]
-    assert sorted(own) == sorted(expected * BOTH)
+    assert {span["trace"] for span in spans} == {tracing.trace_id(each) for each in (group, *rollouts)}
+    assert [record.trace_id for record in report.rollouts] == [tracing.trace_id(each) for each in rollouts]
+    for index, trace in enumerate(rollouts):
+        mine = [span for span in spans if span["trace"] == tracing.trace_id(trace)]
+        assert sorted(span["name"] for span in mine if span.get("rollout") == f"{group_id}.1.{index}") == sorted(SHOWN)
+        own = [chain(span, by_id) for span in files["runner-1-told"] if span in mine]
+        assert sorted(own) == sorted([
+            ["environment_step", "tools"],
+            ["compile", "environment_step", "tools"],
+            ["sandbox_run", "compile", "environment_step", "tools"],
+            ["environment_score", "score"],
+            ["think", "environment_score", "score"],
+            ["fails", "environment_score", "score"],
+            ["environment_close", "score"],
+        ])  # fmt: skip
+        roots = {span["parent"] for span in mine if span["parent"] not in by_id}
+        assert roots == {trace.span_id}, "what a trace has lies below its root, which the orchestrator writes"
+    shared = [chain(span, by_id) for span in files["runner-1-told"] if span["trace"] == tracing.trace_id(group)]
+    expected = [["environment_setup", "setup", "run"], ["prepare", "environment_setup", "setup", "run"]]
+    assert sorted(shared) == sorted(expected * BOTH)
     # The executor's own, which another process would have written.
     programs = [chain(span, by_id) for span in spans if span["name"] == "program"]
-    assert programs == [["program", "Exec", "sandbox_run", "compile", "environment_step", "tools", "run"]] * BOTH
+    assert programs == [["program", "Exec", "sandbox_run", "compile", "environment_step", "tools"]] * BOTH
     attributes = next(span for span in spans if span["name"] == "prepare")
     assert (attributes["number"], attributes["text"], attributes["odd"]) == (7, "???", "object")
     assert (attributes["huge"], attributes["nan"]) == ("0x1" + "0" * 20, "nan")
@@ -147,7 +156,7 @@ async def test_a_collector_is_sent_the_environments_spans_as_of_a_process_of_the
             "environment_close",
         }
         ids = {span.trace_id for r in got for each in r.resource_spans for s in each.scope_spans for span in s.spans}
-        assert len(ids) == 1
+        assert len(ids) == 1 + BOTH, "the group's and its rollouts'"
 
 
 async def test_spans_that_find_no_room_are_counted_and_the_episode_goes_on(start_traced: Any) -> None:

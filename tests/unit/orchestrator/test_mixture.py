@@ -6,9 +6,9 @@ from collections import Counter
 
 from slipstream.algorithms.staleness import Group, StalenessMachine
 from slipstream.common.version import PolicyVersion
-from slipstream.orchestrator.assignments import Assigner, group_id_of, position_of
+from slipstream.orchestrator.assignments import Assigner
 from slipstream.orchestrator.config import EnvironmentConfig
-from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
+from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence, group_id_of, position_of
 
 
 def dispatched(machine: StalenessMachine) -> list[Group]:
