@@ -121,7 +121,7 @@ def timeline(tracks: Sequence[Track], start_s: float, end_s: float, *, width: in
     """Busy intervals of several processes over one clock, which starts at `start_s`."""
     if not tracks or end_s <= start_s:
         return empty_chart()
-    row, left = 26, 96
+    row, left = 26, max(96, 20 + 7 * max(len(track.name) for track in tracks))
     foot = 22
     height = TOP + row * len(tracks) + foot
     x_of = _scale(start_s, end_s, left, width - RIGHT)

@@ -42,7 +42,7 @@ usage: slipstream COMMAND
   plot [RUN]... [--metric NAME]... [--follow] draw rewards, lag, speed, mismatch and phases in the terminal; of several
                                               runs in one chart, also what eval found; --help
   rollouts [RUN] [--show ROLLOUT] [--json]    list, filter and read what was generated; --help names the filters
-  trace [RUN] [--group GROUP]                 write trace.json of a run, for ui.perfetto.dev or chrome://tracing
+  trace [RUN] [--rollout ROLLOUT]             write trace.json of a run, for ui.perfetto.dev or chrome://tracing
   doctor [@ FILE.toml]...                     check whether this machine can carry a run
   prepare [--certs] @ FILE.toml...            make a run directory for processes that are started elsewhere
   certs [DIR] [--host NAME]... [--days N]     make certificates for mutual TLS between all services

@@ -136,6 +136,7 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens", tokens),
         ("seconds", f"{record.get('seconds', 0):.3f}" + (f": {parts}" if parts else "")),
         ("dispatched", f"at {record.get('dispatch_version')}"),
+        *([("trace", str(record["trace_id"]))] if record.get("trace_id") else []),
     ]
 
 
