@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from rollout_traces import TRACED
 from run_process import PREFILLING, RunProcess, launch, launching
 
 __all__ = ["launch"]
 
 FINISH_TIMEOUT_S = 150.0
-TRACED = ("--tracing.sample-share", "1")
 EVALUATED = ("--evaluation.before", "true", "--evaluation.after", "true")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from typing import Any
 
 import pytest
+from rollout_traces import LIFE, check_lives, check_tree, names_of, spans_by_trace, trained
 from run_process import environment
 
 from slipstream.launcher.ports import read_endpoints
@@ -26,7 +28,7 @@ REPORTED = {
     *("rollouts_cancelled", "sandbox_executions"),
 }
 
-OWN_SPANS = {
+GROUP_SPANS = {
     *(("orchestrator", name) for name in ("group", "queue", "training")),
     *(("runner", name) for name in ("run", "turn", "place", "decode", "score", "environment_score")),
 }
@@ -38,16 +40,6 @@ PREFILL_SPANS = {("runner", "prefill"), ("prefill", "Prefill")}
 def steps_of(rollout: dict[str, Any]) -> list[int]:
     """Step of the weights that sampled each span."""
     return [int(version.partition(".")[2]) for _, version in rollout["versions"]]
-
-
-def trained(run) -> dict[str, int]:
-    """Step that each trained attempt of a group went into."""
-    return {
-        f"train-{position}.{attempt}": record["step"]
-        for record in run.journal()
-        if record["kind"] == "sealed"
-        for position, attempt in zip(record["positions"], record["attempts"], strict=True)
-    }
 
 
 def test_two_runs_side_by_side_finish_with_a_line_that_tells_the_outcome(finished):
@@ -103,12 +95,25 @@ def test_the_report_has_every_figure(finished):
     assert "<svg" in (finished.bounded.path / "report.html").read_text()
 
 
-def test_each_trained_group_has_one_trace_that_is_a_tree_across_the_services(finished):
-    _, spans = read_timeline(finished.bounded.path / "timeline")
-    traces: dict[str, dict[str, dict[str, Any]]] = {}
-    for replica, records in spans.items():
-        for span in records:
-            traces.setdefault(span["trace"], {})[span["span"]] = {**span, "service": replica.partition("-")[0]}
+def test_each_trained_rollout_has_one_trace_of_its_own_from_its_dispatch_to_its_step(finished):
+    lives = check_lives(finished.bounded)
+    assert len(lives) == 8 * 4 * 4
+    for name, spans in lives.items():
+        check_tree(spans, name)
+        (turn,) = (span for span in spans.values() if span["name"] == "turn")
+        assert turn["links"], "the request was its group's"
+        below = {span["name"] for span in spans.values() if span.get("parent") == turn["span"]}
+        assert {"place", "decode"} <= below <= {"place", "prefill", "decode"}, name
+        assert ("runner", "score") in names_of(spans), name
+    assert any(("runner", "prefill") in names_of(spans) for spans in lives.values())
+    decodes = [
+        [span["end_s"] for span in spans.values() if span["name"] == "decode"][-1] for spans in lives.values()
+    ]  # fmt: skip
+    assert len(set(decodes)) > len(decodes) / 2, "the decode of each ends when its own sample does"
+
+
+def test_what_the_rollouts_of_a_group_share_is_one_trace_across_the_services(finished):
+    traces = spans_by_trace(finished.bounded)
     by_name = {
         f"{span['group_id']}.{span['attempt']}": trace for trace, of in traces.items() for span in of.values()
         if span["name"] == "group"
@@ -121,8 +126,8 @@ def test_each_trained_group_has_one_trace_that_is_a_tree_across_the_services(fin
         roots = [span for span in found.values() if "parent" not in span]
         assert [(span["name"], span["outcome"]) for span in roots] == [("group", "finished")], name
         assert all(span["parent"] in found for span in found.values() if span is not roots[0]), name
-        names = {(span["service"], span["name"]) for span in found.values()}
-        assert names >= OWN_SPANS | SERVED_SPANS, name
+        names = names_of(found)
+        assert names >= GROUP_SPANS | SERVED_SPANS, name
         seen |= names
         served = [
             span
@@ -131,18 +136,22 @@ def test_each_trained_group_has_one_trace_that_is_a_tree_across_the_services(fin
         ]
         assert all(found[span["parent"]]["name"] == span["name"].lower() for span in served), name
     assert seen >= PREFILL_SPANS
+    assert {"PublishShard", "SealVersion"} <= {name for spans in traces.values() for _, name in names_of(spans)}
 
 
-def test_the_trace_of_a_step_links_the_groups_that_it_trains(finished):
-    _, spans = read_timeline(finished.bounded.path / "timeline")
-    groups = {
-        f"{span['group_id']}.{span['attempt']}": [span["trace"], span["span"]]
-        for span in spans["orchestrator"] if span["name"] == "group"
-    }  # fmt: skip
-    links = {span["step"]: span["links"] for span in spans["trainer"] if span["name"] == "train_step"}
-    for name, step in trained(finished.bounded).items():
-        assert groups[name] in links[step], name
-    assert {"PublishShard", "SealVersion"} <= {span["name"] for span in spans["broadcaster"]}
+def test_the_trace_of_a_rollout_is_found_by_its_name_and_written_alone(finished, tmp_path):
+    copied = shutil.copytree(finished.bounded.path, tmp_path / "copied")
+    shown = finished.bounded.slipstream("rollouts", str(copied), "--outcome", "trained", "--limit", "1", "--json")
+    record = json.loads(shown.stdout)
+    one = finished.bounded.slipstream("rollouts", str(copied), "--show", record["rollout"])
+    assert f"trace       {record['trace_id']}\n" in one.stdout
+    assert trace([str(copied), "--rollout", record["rollout"]]) == 0
+    written = json.loads((copied / "trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in written if event["name"] == "thread_name"}
+    of_it = [event for event in written if event["ph"] == "X" and event["args"]["trace"] == record["trace_id"]]
+    assert {event["name"] for event in of_it} >= {name for _, name in LIFE}
+    assert {rows[event["tid"]] for event in of_it} == {record["rollout"]}, "one row: nothing of one turn overlaps"
+    assert {"train_step", "group", "Decode"} <= {event["name"] for event in written}, "and what it is linked to"
 
 
 def test_a_run_becomes_one_trace_file(finished, capsys):
@@ -151,9 +160,10 @@ def test_a_run_becomes_one_trace_file(finished, capsys):
     assert trace([str(finished.bounded.path)]) == 0
     written = json.loads(by_itself.read_text())["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in written if event["name"] == "process_name"}
-    assert {"orchestrator", "router", "runner-1", "prefill-1", "decode-1", "trainer"} <= set(processes.values())
+    services = {"orchestrator", "router", "runner-1", "prefill-1", "decode-1", "trainer"}
+    assert {"rollouts", *services} <= set(processes.values())
     assert {event["ph"] for event in written} == {"M", "X", "s", "f"}
-    assert "A row for each group that it trained" in (finished.bounded.path / "report.html").read_text()
+    assert "A row for each rollout that it trained" in (finished.bounded.path / "report.html").read_text()
 
 
 def test_a_run_without_tracing_writes_no_spans(finished):

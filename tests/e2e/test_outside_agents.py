@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from rollout_traces import TRACED, check_lives, names_of
 
 from slipstream.environments.tokenizer import TextCodec
 from slipstream_client import Client, Session, SessionState
@@ -62,7 +63,7 @@ def refusal(session: Session, key: str) -> tuple[int, str | None]:
 
 
 def test_what_agents_were_told_trains_token_by_token(launch):
-    run = launch("agents", *SETTINGS)
+    run = launch("agents", *SETTINGS, *TRACED)
     run.wait_up()
     with Client.of_run(run.path) as client:
         one = client.open_session(group_key="look", group_size=2, timeout_s=100)
@@ -118,6 +119,15 @@ def test_what_agents_were_told_trains_token_by_token(launch):
     # A random policy draws special tokens, too: all but the end token are shown.
     drawn = [token_id for token_id in streamed["token_ids"][start:end] if token_id != codec.end_id]
     assert codec.decode_all(drawn).strip() == text.strip()
+    # One trace holds the whole life of a session, whoever was killed meanwhile; its members have traces apart.
+    lives = check_lives(run)
+    assert first["trace_id"] == one.trace_id != streamed["trace_id"] == other.trace_id
+    turns = [span for span in lives["train-0.1.0"].values() if (span["service"], span["name"]) == ("runner", "turn")]
+    # Of what the runner had done until it was killed, the last fifth of a second may be lost.
+    assert 3 * len(KILLED) <= len(turns) <= first["turns"]
+    assert {("gateway", "request"), ("runner", "RunTurn")} <= names_of(lives["train-0.1.0"])
+    found = run.slipstream("trace", str(run.path), "--rollout", "train-0.1.0")
+    assert found.returncode == 0, found.stderr
     sealed = [record["positions"] for record in run.journal() if record["kind"] == "sealed"]
     assert (sealed[0], sealed[-1]) == ([0], [3])
     steps = run.metrics("step")
