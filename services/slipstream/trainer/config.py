@@ -118,9 +118,10 @@ class ComputeConfig(BaseConfig):
     """Logits that exist at once, in bytes of float32: those of more targets are computed in parts, once more for the
     gradient. On a card, 10 GiB hold all of 16k targets of a vocabulary of 151k, in bfloat16 in half of that."""
 
-    round_once: bool = True
+    round_once: bool | None = None
     """For bfloat16: round weights once a step, and keep what that gives, 2 bytes a weight. false rounds them in each
-    pass over a micro-batch, to the same numbers, as several ranks do in any case."""
+    pass over a micro-batch, to the same numbers, as several ranks do in any case. Unset: where the copies take at most
+    a quarter of what the card has free beside gradients and moments."""
 
 
 class RankConfig(BaseConfig):

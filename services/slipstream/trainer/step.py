@@ -80,7 +80,8 @@ class Learner:
         self.optimizer = ModelOptimizer(model.named_parameters(), optim)
         self._offload = ActivationOffload(enabled=optim.offload_activations)
         # FSDP gathers float32 weights anew for each pass.
-        self._rounded = RoundedWeights(model, enabled=passes.bfloat16 and passes.round_once and self.world.alone)
+        once = passes.round_once if passes.bfloat16 and self.world.alone else False
+        self._rounded = RoundedWeights(model, enabled=once)
         self.device = next(model.parameters()).device
         self._clock = PhaseClock(self.device)
         self._copies = HostCopies(self.device)

@@ -80,7 +80,7 @@ def test_a_card_that_is_not_there_is_refused_by_name():
         with pytest.raises(ConfigError, match="sees no card"):
             device_of(ComputeConfig(device="cuda"))
     assert device_of(ComputeConfig()) == torch.device("cpu")
-    assert passes_of(ComputeConfig(precision="bfloat16", logits_bytes=4096)) == Passes(True, 4096, round_once=True)
+    assert passes_of(ComputeConfig(precision="bfloat16", logits_bytes=4096)) == Passes(True, 4096, round_once=None)
 
 
 def test_a_pass_stays_on_its_device_and_reads_nothing_back():

@@ -25,6 +25,7 @@ from slipstream.trainer.checkpoint_store import CheckpointStore
 from slipstream.trainer.config import ParallelConfig
 from slipstream.trainer.loss_config import ClippedLossConfig
 from slipstream.trainer.parallel.sharding import Passes
+from slipstream.trainer.rounded import affordable
 from slipstream.trainer.step import Learner
 
 from .test_dense import SIZES as DENSE
@@ -59,7 +60,7 @@ def in_fp8() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"experts": tiny_model, "dense": dense, "lora": adapted, "fp8": in_fp8}
 
 
-def learner(kind: str, checkpointing: str = "none", *, once: bool = True, **optim: Any) -> Learner:
+def learner(kind: str, checkpointing: str = "none", *, once: bool | None = True, **optim: Any) -> Learner:
     config = OPTIM.model_copy(update={"lr": 0.05, **optim})
     parallel = ParallelConfig.model_validate({"checkpointing": checkpointing})
     passes = Passes(bfloat16=True, round_once=once)
@@ -178,6 +179,22 @@ def test_a_pass_that_fails_leaves_the_weights_in_their_places():
     train(expected, 1)
     train(agent, 1)
     assert all(torch.equal(grads(agent)[name], grad) for name, grad in grads(expected).items())
+
+
+def test_copies_are_kept_where_a_quarter_of_what_is_free_beside_gradients_and_moments_has_room():
+    gigabyte = 10**9
+    assert affordable(copies_bytes=10 * gigabyte, learning=5 * gigabyte, free_bytes=130 * gigabyte)  # 4.9B on an H200
+    assert affordable(16 * gigabyte, 0, 118 * gigabyte)  # adapters of 8B in float32
+    assert not affordable(40 * gigabyte, 0, 70 * gigabyte)  # of 20B
+    assert not affordable(10 * gigabyte, 5 * gigabyte, 90 * gigabyte)
+
+
+@pytest.mark.parametrize(("said", "copies"), [(True, True), (False, False), (None, True)])
+def test_whoever_says_nothing_has_copies_where_there_is_room(said, copies):
+    agent = learner("experts", once=said)
+    seen = Seen(agent)
+    train(agent, 1)
+    assert bool(seen.rounded) == copies
 
 
 def test_published_weights_are_not_rounded():

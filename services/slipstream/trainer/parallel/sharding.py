@@ -57,8 +57,9 @@ class Passes:
     """Products by autocast, and what layers hand on; weights and sums of gradients stay float32."""
     logits_bytes: int = 2**29
     """Logits that exist at once; those of more rows are computed in parts (`models/head.py`)."""
-    round_once: bool = False
-    """Whether bfloat16 products of a step take the same copies of weights (`rounded.py`). Of a rank alone."""
+    round_once: bool | None = False
+    """Whether bfloat16 products of a step take the same copies of weights (`rounded.py`); None where there is room.
+    Of a rank alone."""
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if self.bfloat16 else nullcontext()
