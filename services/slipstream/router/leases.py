@@ -22,6 +22,10 @@ class Placement:
     decode_epoch: str
     sample_count: int
     expires_at_s: float
+    runner_id: str = ""
+    """Who holds it."""
+    runner_epoch: str = ""
+    """Of that runner's process; those of later ones compare greater."""
 
     def count(self, sign: int) -> None:
         """Add it to what its workers are thought to run, or take it off again."""
@@ -64,6 +68,17 @@ class PlacementLeases:
             return False
         placement.count(-1)
         return True
+
+    def end_earlier(self, runner_id: str, runner_epoch: str) -> list[str]:
+        """End every lease that earlier processes of a runner hold and return their ids."""
+        ended = [
+            placement_id
+            for placement_id, placement in self._open.items()
+            if placement.runner_id == runner_id and placement.runner_epoch < runner_epoch
+        ]
+        for placement_id in ended:
+            self.release(placement_id)
+        return ended
 
     def expire(self, now_s: float) -> list[str]:
         """End every lease whose time is over and return their ids."""

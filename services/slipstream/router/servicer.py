@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from uuid import uuid4
 
 import grpc
+import structlog
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
@@ -21,6 +22,8 @@ from slipstream.router.mirror import LeaseMirror
 from slipstream.router.placement import Demand, PlacementPolicy
 from slipstream.router.pool import Worker, WorkerPool
 from slipstream.router.watch import PoolWatcher
+
+log = structlog.get_logger()
 
 DEFAULT_PAGE_SIZE = 100
 WATCH_PERIOD_S = 0.1
@@ -71,6 +74,8 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
             decode_epoch=decode.epoch,
             sample_count=request.sample_count,
             expires_at_s=now_s + self._leases.ttl_s,
+            runner_id=request.runner_id,
+            runner_epoch=request.runner_epoch,
         )
         self._leases.add(placement)
         self._mirror.placed(placement)
@@ -91,6 +96,11 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         self, request: routing_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> routing_pb2.ReleaseResponse:
         released = [placement_id for placement_id in request.placement_ids if self._leases.release(placement_id)]
+        if request.runner_id:
+            left = self._leases.end_earlier(request.runner_id, request.runner_epoch)
+            if left:
+                log.info("placements_left_behind", runner_id=request.runner_id, count=len(left))
+            released += left
         self._mirror.released(released)
         return routing_pb2.ReleaseResponse(released_count=len(released))
 

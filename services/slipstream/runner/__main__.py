@@ -31,16 +31,17 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     """Serve until SIGTERM. `arguments` are our own, for the process that runs environments."""
     if not config.listen.port:
         raise ConfigError("listen.port is required: others fetch rows from this address")
-    epoch = next_epoch(config.run_dir / f"{config.replica or 'runner'}.epoch")
+    runner_id = config.replica or "runner"
+    epoch = next_epoch(config.run_dir / f"{runner_id}.epoch")
     address = config.listen.address(config.listen.port)
-    spool = Spool(config.run_dir / "spool" / (config.replica or "runner"), config.spool_limit_bytes, epoch)
+    spool = Spool(config.run_dir / "spool" / runner_id, config.spool_limit_bytes, epoch)
     rollout_log = RolloutLog(
         config.run_dir / "rollouts",
-        config.replica or "runner",
+        runner_id,
         config.rollout_log_limit_bytes,
         config.rollout_buffer_bytes,
     )
-    peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config))
+    peers = Peers(config.orchestrator_address, config.router_address, Access.from_config(config), runner_id, epoch)
     environments = EnvironmentPool(arguments, config.environment_timeout_s, config.environments)
     watch = WorkerWatch(peers.router)
     turns = TurnClient(peers, watch, config.block_size_tokens, config.prefill_timeout_s)
@@ -57,7 +58,7 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
         teacher,
     )
     loops = RunnerLoops(
-        config.replica or "runner",
+        runner_id,
         epoch,
         peers,
         environments,

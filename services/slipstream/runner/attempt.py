@@ -180,6 +180,8 @@ class TurnAttempt:
             max_new_tokens=self._max_new_tokens,
             min_policy_version=assignment.dispatch_version,
             avoid_replicas=avoid,
+            runner_id=self._peers.runner_id,
+            runner_epoch=self._peers.runner_epoch,
         )
         with tracing.span("place", copies=self._turns, request_id=self.request_id):
             self.placement = placement = await self._peers.router.Place(request, timeout=PLACE_TIMEOUT_S)

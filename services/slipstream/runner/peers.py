@@ -20,6 +20,8 @@ log = structlog.get_logger()
 
 GIVE_BACK_PERIOD_S = 0.1
 GIVE_BACK_TIMEOUT_S = 10.0
+START_PERIOD_S = 0.5
+"""Until the router has heard once."""
 MAX_GIVE_BACK_ITEMS = 65536
 """Placements or keys waiting to be given back; beyond, the lease or the holder's byte bound frees them."""
 
@@ -27,7 +29,12 @@ MAX_GIVE_BACK_ITEMS = 65536
 class Peers:
     """Opens each channel once. Addresses of workers come from placements, the rest from the configuration."""
 
-    def __init__(self, orchestrator: str, router: str, access: Access) -> None:
+    def __init__(
+        self, orchestrator: str, router: str, access: Access, runner_id: str = "", runner_epoch: str = ""
+    ) -> None:
+        self.runner_id = runner_id
+        """Who holds what is placed."""
+        self.runner_epoch = runner_epoch
         self._access = access
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.orchestrator = runner_pb2_grpc.RunnerServiceStub(self._channel(orchestrator))
@@ -76,10 +83,29 @@ class Peers:
                 keys[ref.key] = None
 
     async def give_back_loop(self) -> None:
-        """Send what is queued. Waits on nothing but its own clock; a failed call is left to TTLs and bounds."""
+        """Send what is queued. Waits on nothing but its own clock; a failed call is left to TTLs and bounds.
+
+        Also, once, what earlier processes of this runner held: a worker counts as full until that is given back.
+        """
+        ended = False
         while True:
-            await asyncio.sleep(GIVE_BACK_PERIOD_S)
+            await asyncio.sleep(GIVE_BACK_PERIOD_S if ended else START_PERIOD_S)
+            ended = ended or await self.end_earlier_placements()
             await self.give_back()
+
+    async def end_earlier_placements(self) -> bool:
+        """Whether the router has heard that this process comes after others of the same name."""
+        if not self.runner_id:
+            return True
+        request = routing_pb2.ReleaseRequest(
+            request_id=str(uuid4()), runner_id=self.runner_id, runner_epoch=self.runner_epoch
+        )
+        try:
+            await self.router.Release(request, timeout=GIVE_BACK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("give_back_failed", code=error.code().name)
+            return False
+        return True
 
     async def give_back(self) -> None:
         placements, self._placements = self._placements, []

@@ -113,7 +113,8 @@ class World:
         )
         self.state = State(config.redis.url, config.run_id)
         stack.push_async_callback(self.state.close)
-        channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}", Access()))
+        self.address = f"127.0.0.1:{port}"
+        channel = await stack.enter_async_context(open_channel(self.address, Access()))
         self.router = routing_pb2_grpc.RouterServiceStub(channel)
         process = asyncio.create_task(run(config))
         stack.push_async_callback(self._end, process)

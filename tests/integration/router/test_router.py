@@ -12,8 +12,12 @@ import pytest
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2
+from slipstream.common.auth import Access
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
+from slipstream.runner.peers import Peers
+
+NOWHERE = "127.0.0.1:1"
 
 
 async def test_a_placement_counts_and_is_mirrored_until_it_is_released(world: Any) -> None:
@@ -30,6 +34,21 @@ async def test_a_placement_counts_and_is_mirrored_until_it_is_released(world: An
     assert await world.release(placed.placement_id) == 0
     await world.mirrored(placed.placement_id, there=False)
     assert (await world.list())[placed.decode.replica].placement_count == 0
+
+
+async def test_a_runner_that_starts_ends_what_its_dead_process_held(world: Any) -> None:
+    """A worker would count as full for a minute, with nothing to do, by the turns of a runner that was killed."""
+    held = [await world.place(sample_count=8, runner_id="runner-1", runner_epoch="1") for _ in range(2)]
+    other = await world.place(sample_count=8, runner_id="runner-2", runner_epoch="1")
+    peers = Peers(NOWHERE, world.address, Access(), "runner-1", "2")
+    try:
+        assert await peers.end_earlier_placements()
+    finally:
+        await peers.close()
+    assert sum(worker.placement_count for worker in (await world.list()).values()) == 2
+    assert await world.release(*(placed.placement_id for placed in (*held, other))) == 1
+    for placed in held:
+        await world.mirrored(placed.placement_id, there=False)
 
 
 async def test_a_repeated_request_answers_the_same_placement(world: Any) -> None:

@@ -143,6 +143,18 @@ def test_the_prefix_index_is_bounded_and_follows_removals() -> None:
     assert len(index) == 0
 
 
+def test_what_earlier_processes_of_a_runner_hold_ends_when_a_later_one_says_so() -> None:
+    decode = worker("d")
+    leases = PlacementLeases(ttl_s=10, capacity=9)
+    for name, runner, epoch in (("a", "r-1", "1"), ("b", "r-1", "2"), ("c", "r-1", "3"), ("d", "r-2", "1")):
+        leases.add(Placement(name, "g", None, decode, "", "a", 8, NOW_S + 10, runner, epoch))
+    leases.add(Placement("e", "g", None, decode, "", "a", 8, NOW_S + 10))  # of one that does not say who it is
+    assert leases.end_earlier("r-1", "3") == ["a", "b"]
+    assert leases.end_earlier("r-1", "3") == []
+    assert [held.placement_id for held in leases.held()] == ["c", "d", "e"]
+    assert (decode.busy_samples, decode.placement_count) == (24, 3)
+
+
 def test_placements_count_until_released_or_expired() -> None:
     prefill, decode = worker("p"), worker("d")
     leases = PlacementLeases(ttl_s=10, capacity=2)
