@@ -27,6 +27,8 @@ PROTOS := $(shell find proto -name '*.proto')
 # Ours alone: what others leave in this folder is not checked.
 PYTHON_FILES := services tests loadtests examples clients hatch_build.py
 FAST_TESTS := tests/unit tests/property
+# Of those, what is run when the static checks are through.
+LATER_TESTS := tests/unit/launcher
 # Every other folder: integration, edges, wheel, compose, docs, ... e2e and fault start a dozen whole runs.
 # Mooncake is linked to the system's libraries for RDMA, which no wheel carries and only root can add.
 WITHOUT := $(shell ldconfig -p 2>/dev/null | grep -q 'librdmacm\.so' || echo tests/mooncake)
@@ -41,7 +43,7 @@ export OMP_NUM_THREADS := 1
 # A run is a dozen processes: none compiles again what another has imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-short test test-engines check check-static check-tests chaos proto proto-baseline install install-vllm clean
+.PHONY: help demo demo-short test test-engines check check-static check-unit check-more chaos proto proto-baseline install install-vllm clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -127,16 +129,20 @@ test-engines: $(VENV)/.dev $(VENV)/.vllm
 	@echo "== Tests: tests/engine"
 	@$(BIN)/python -m pytest tests/engine
 
-# Two processes, for two cores: what reads the code, beside what runs it. The tests' dots come as they go.
+# Two processes at a time, for two cores: what takes longest first. The tests' dots come as they go.
 check: $(VENV)/.dev
 	@started=$$SECONDS; \
-	$(MAKE) -j2 --keep-going check-tests check-static || \
+	$(MAKE) -j2 --keep-going check-unit check-static check-more || \
 	  { echo "make check: FAILED, after $$((SECONDS - started)) s"; exit 1; }; \
 	echo "make check: ok, in $$((SECONDS - started)) s"
 
-check-tests: $(VENV)/.dev
-	@echo "== Tests: $(FAST_TESTS)"
-	@$(BIN)/python -m pytest -q $(FAST_TESTS)
+check-unit: $(VENV)/.dev
+	@echo "== Tests: tests/unit, but for $(LATER_TESTS)"
+	@$(BIN)/python -m pytest -q tests/unit --ignore=$(LATER_TESTS)
+
+check-more: $(VENV)/.dev
+	@echo "== Tests: tests/property $(LATER_TESTS)"
+	@$(BIN)/python -m pytest -q tests/property $(LATER_TESTS)
 
 # All of them, also when one fails; what a check says is shown if it fails, in one piece.
 check-static: $(VENV)/.dev
