@@ -123,6 +123,8 @@ class FakeRouter(routing_pb2_grpc.RouterServiceServicer):
         self.pools: dict[str, list[routing_pb2.WorkerRef]] = {"prefill": [], "decode": []}
         self.asked: list[routing_pb2.PlaceRequest] = []
         self.released: list[str] = []
+        self.began: list[tuple[str, str]] = []
+        """Runners that told of their start, and their epochs."""
 
     async def Place(self, request: routing_pb2.PlaceRequest, context: Any) -> routing_pb2.PlaceResponse:
         self.asked.append(request)
@@ -140,6 +142,8 @@ class FakeRouter(routing_pb2_grpc.RouterServiceServicer):
 
     async def Release(self, request: routing_pb2.ReleaseRequest, context: Any) -> routing_pb2.ReleaseResponse:
         self.released += request.placement_ids
+        if request.runner_id:
+            self.began.append((request.runner_id, request.runner_epoch))
         return routing_pb2.ReleaseResponse(released_count=len(request.placement_ids))
 
 

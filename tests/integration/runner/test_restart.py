@@ -57,6 +57,16 @@ async def test_an_unfinished_group_goes_on_after_a_restart_under_names_of_its_ow
     ]
 
 
+async def test_the_router_hears_once_of_each_start_of_a_runner_and_who_holds_what_it_places(world: Any) -> None:
+    await world.report(await world.give())
+    await world.restart()
+    await world.report(await world.give())
+    await world.until(lambda: len(world.router.began) == 2)
+    assert world.router.began == sorted(set(world.router.began))  # later starts compare greater
+    placed = [(request.runner_id, request.runner_epoch) for request in world.router.asked]
+    assert placed == world.router.began
+
+
 async def test_a_group_that_another_has_by_now_is_not_taken_up(world: Any) -> None:
     decode = world.workers["decode-1"]
     decode.gate.clear()
