@@ -8,41 +8,62 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from run_process import PREFILLING, described, marked
+from run_process import PREFILLING, RunProcess, described, marked
 
 pytestmark = pytest.mark.timeout(180, func_only=False)
 
-REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
+PAIRS = [("orchestrator", "broadcaster"), ("router", "sandbox"), ("prefill-1", "decode-1"), ("runner-1", "trainer")]
+"""One run for each, two at a time: starts and ends do not take both processors."""
 END_S = 30.0
 LEFT_S = 98765
 """Of a process that environment code starts and leaves in a session of its own."""
 
 
+Training = dict[str, tuple[RunProcess, str]]
+
+
 @pytest.fixture
-def training(launch, tmp_path, request):
-    """A run in training whose groups are being judged in sandboxes, and what marks those."""
-    marker = f"marker {tmp_path}"
-    pools = PREFILLING if "prefill-1" in request.node.name else ()
-    run = launch("run", *pools, options=f'sandbox_s = 100.0\nmarker = "{marker}"\nleaves = {LEFT_S}')
-    run.wait_until(lambda: marked(marker))
-    assert any(str(LEFT_S) in command for command in map(described, run.processes()))
-    return run, marker
+def training(launch: Callable[..., RunProcess], tmp_path: Path) -> Callable[..., Training]:
+    """Starts runs side by side; each is in training once this returns, its groups are being judged in sandboxes.
+
+    Of each name the run, and what marks those sandboxes.
+    """
+
+    def start(*names: str) -> Training:
+        runs: Training = {}
+        for name in names:
+            marker = f"marker {tmp_path} {name}"
+            pools = PREFILLING if name == "prefill-1" else ()
+            options = f'sandbox_s = 100.0\nmarker = "{marker}"\nleaves = {LEFT_S}'
+            runs[name] = launch(name, *pools, options=options), marker
+        for run, marker in runs.values():
+            run.wait_until(lambda marker=marker: marked(marker))
+            assert any(str(LEFT_S) in command for command in map(described, run.processes()))
+        return runs
+
+    return start
 
 
-@pytest.mark.parametrize("replica", REPLICAS)
-def test_the_death_of_a_service_ends_the_run_with_one_sentence(replica, training):
-    run, marker = training
+@pytest.mark.parametrize("replicas", PAIRS, ids=" ".join)
+def test_the_death_of_a_service_ends_the_run_with_one_sentence(replicas, training):
+    for replica, (run, marker) in training(*replicas).items():
+        dies(replica, run, marker)
+
+
+def dies(replica: str, run: RunProcess, marker: str) -> None:
     begun_s = time.monotonic()
     os.kill(run.pid(replica), signal.SIGKILL)
     code = run.end(END_S)
     assert time.monotonic() - begun_s < END_S
     assert code == 1
-    sentences = [line for line in run.output.splitlines() if line.startswith("run ended: ")]
+    sentences = [line for line in run.output.splitlines() if line.startswith(f"{replica} ended: ")]
     assert len(sentences) == 1, run.output
     assert sentences[0].startswith(
-        f"run ended: {replica} died (killed by SIGKILL); its log is {run.path}/logs/{replica}."
+        f"{replica} ended: {replica} died (killed by SIGKILL); its log is {run.path}/logs/{replica}."
     )
     assert run.output.count("died") == 1
     assert "Traceback" not in run.output
@@ -52,7 +73,7 @@ def test_the_death_of_a_service_ends_the_run_with_one_sentence(replica, training
 
 
 def test_the_death_of_the_launcher_leaves_nothing(training):
-    run, marker = training
+    run, marker = training("run")["run"]
     run.process.kill()
     assert run.end(5.0) == -signal.SIGKILL
     assert run.left_after(6.0) == []
