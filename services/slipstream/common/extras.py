@@ -33,6 +33,9 @@ RUN_MODULES = (
 FINE_TUNING_MODULES = ("jinja2", "numpy", "safetensors", "tokenizers", "torch", "torchtitan")
 """What fine-tuning on conversations imports: the extra `trainer`."""
 
+CONVERT_MODULES = ("numpy", "safetensors", "torch", "torchtitan")
+"""What writing a model directory imports: the extra `convert`."""
+
 PACKAGE = Path(__file__).parents[1]
 INSTALLED = {"site-packages", "dist-packages"}
 

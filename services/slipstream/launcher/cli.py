@@ -17,7 +17,7 @@ from slipstream.common.config_errors import suggest
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
 from slipstream.common.exits import REFUSED, end
-from slipstream.common.extras import RUN_MODULES, explain, explain_import, missing_modules
+from slipstream.common.extras import CONVERT_MODULES, RUN_MODULES, explain, explain_import, missing_modules
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run, find_services_run, newest_running, shown
 
@@ -77,6 +77,9 @@ ALSO = {
 DEMOS = {"slipstream prepare": "--certs @ examples/demo.toml @ deploy/compose.toml"}
 """What starts the demo, where that is not one file."""
 
+RUN_SERVICES = ("rl", "up", "sft", "eval")
+"""Commands that take all that services do; the others read and prepare, which takes the extra `launcher`."""
+
 MEANT = {
     **dict.fromkeys(("run", "train", "start", "launch"), "rl"),
     **dict.fromkeys(("list", "ls", "ps", "runs"), "status"),
@@ -128,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         end(REFUSED, f"{error.filename}: {(error.strerror or '').lower()}")
     except ModuleNotFoundError as error:
-        end(REFUSED, explain_import(f"slipstream {command}", error))
+        extra = "demo" if command in RUN_SERVICES else "launcher"
+        end(REFUSED, explain_import(f"slipstream {command}", error, extra))
 
 
 # What a command needs is imported when it runs, so that `slipstream status` does not wait for the rest.
@@ -271,6 +275,8 @@ def _certs(arguments: list[str]) -> int:
 def _convert(arguments: list[str]) -> int:
     import subprocess
 
+    if missing := missing_modules(CONVERT_MODULES):
+        raise LauncherError(explain("slipstream convert", missing, "convert"))
     # A process of its own: the launcher does not import torch.
     return subprocess.run([sys.executable, "-m", "slipstream.models.convert", *arguments], check=False).returncode
 

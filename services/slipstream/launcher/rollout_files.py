@@ -48,7 +48,9 @@ class Damage:
             f"{path}: {count} bytes are damaged or half-written, and left out"
             for path, count in self.bytes_by_file.items()
         ]
-        return [*said, *([f"{self.records} records are of no rollout, and left out"] if self.records else [])]
+        if self.records:
+            said.append(f"{self.records} record{'s are' if self.records > 1 else ' is'} of no rollout, and left out")
+        return said
 
 
 def is_rollout(record: dict[str, Any]) -> bool:

@@ -273,6 +273,18 @@ def test_an_unknown_command_exits_with_2_and_what_may_be_meant(word, says, capsy
     assert capsys.readouterr().err.startswith(f"error: unknown command '{word}'{says}")
 
 
+@pytest.mark.parametrize(
+    ("words", "without", "extra"),
+    [(["plot"], "rich", "launcher"), (["eval", "x"], "rich", "demo"), (["convert", "a", "b"], "torch", "convert")],
+)
+def test_a_command_names_the_smallest_extra_that_it_takes(words, without, extra):
+    program = f"import sys; sys.modules[{without!r}] = None\nfrom slipstream.launcher.cli import main\nmain({words})"
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    said = f"error: slipstream {words[0]} needs {without}, which is not installed: pip install 'slipstream[{extra}]'\n"
+    assert done.stderr == said
+
+
 @pytest.mark.parametrize("words", [["a", "b"], ["--b"]])
 def test_a_word_too_many_is_named(words, capsys):
     with pytest.raises(SystemExit) as exit_info:
