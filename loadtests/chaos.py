@@ -47,7 +47,7 @@ from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
 GROUPS_PER_STEP = 4
 ONE_OF_EACH = Shape()
-PACE_STEPS = 40
+PACE_STEPS = 60
 """Of the run whose pace says how long another must be."""
 SPARE = 1.1
 """So much longer than that, since others may leave more of the machine to it."""
@@ -319,9 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             steps = options.steps or max(10, 2 * options.kills)
             if options.every_s and not options.steps:
-                pace = live(directory, "pace", PACE_STEPS, lambda _: None, shape=shape).wall_s / PACE_STEPS
-                steps = math.ceil(SPARE * options.kills * options.every_s / pace)
-                say(f"{pace:.2f} s a step")
+                step_s = live(directory, "pace", PACE_STEPS, lambda _: None, shape=shape).step_s
+                steps = math.ceil(SPARE * options.kills * options.every_s / step_s)
+                say(f"{step_s:.2f} s a step")
             say(f"seed {options.seed}: {steps} steps of {GROUPS_PER_STEP} groups, {options.kills} kills; {shape}")
             calm = live(directory, "calm", steps, lambda _: None, shape=shape)
             say(f"without kills: {calm.wall_s:.1f} s, load {calm.load:.1f}")

@@ -47,6 +47,12 @@ class Outcome:
     load: float = 0.0
     """Of the machine while it ran, on average."""
 
+    @property
+    def step_s(self) -> float:
+        """Between two steps, once it was under way: its first ones wait for processes that are still starting."""
+        later_s = self.step_times_s[len(self.step_times_s) // 2 :]
+        return (later_s[-1] - later_s[0]) / (len(later_s) - 1)
+
     def standstill_s(self, kill: Kill) -> float:
         """From a kill to the next step that was trained; to the end of the run where there is none."""
         return min((time_s for time_s in self.step_times_s if time_s > kill.time_s), default=kill.time_s) - kill.time_s

@@ -104,6 +104,10 @@ def test_the_table_tells_for_each_process_how_long_the_run_stood_still() -> None
     assert rows == [["router", "2", "0.8", "1.0"], ["trainer", "1", "4.5", "4.5"], ["all", "3", "1.0", "4.5"]]
 
 
+def test_the_pace_of_a_run_is_that_of_its_second_half() -> None:
+    assert chaos.Outcome(60.0, {}, {}, step_times_s=[20.0, 40.0, 50.0, 51.0, 53.0, 54.0]).step_s == 1.5
+
+
 def test_every_process_of_a_shape_is_killed_in_its_turn() -> None:
     several = {"runner-1", "runner-2", "trainer", "trainer-1", "prefill-1", "decode-1", "decode-2"}
     assert set(chaos.Shape(runners=2, ranks=2).targets) == several | set(chaos_shape.SINGLE)
