@@ -58,14 +58,17 @@ def launch(
     check_family(sizes, "engine.type")
     device = _find_device(config)
     check_latent(sizes, config.connector, config.offload is not None, config.quantization, device)
+    from vllm import envs
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.engine.vllm.merging import keep_routes_when_merging
     from slipstream.engine.vllm.nixl_rest import rest_progress_thread
+    from slipstream.engine.vllm.packing import unpack_what_comes
     from slipstream.engine.vllm.plugin import WORKER_EXTENSION, register
 
+    envs.disable_envs_cache()  # of an engine that was started before, whose environment may have been another
     keep_routes_when_merging()
     register()
     options = connector.options()
@@ -106,7 +109,10 @@ def launch(
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     keep_stores_in(sockets)
     with dying_with_us(), threads_of_operators(config.torch_threads):
-        return AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
+        llm = AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
+    envs.enable_envs_cache()  # vLLM asks for variables with each output: a tenth of what it does in this process
+    unpack_what_comes(llm.engine_core)
+    return llm
 
 
 def set_environment(sockets: Path, own: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ from slipstream.engine.vllm.cache import NEWS, CacheLedger
 from slipstream.engine.vllm.config import PROBE_PLACES
 from slipstream.engine.vllm.known_rows import KnownRowsMixin
 from slipstream.engine.vllm.offload.names import FIGURES
+from slipstream.engine.vllm.packing import pack
 from slipstream.engine.vllm.recomputed import RecomputeMixin
 from slipstream.engine.vllm.transfers import TransferMixin
 from slipstream.engine.vllm.versions import version_of
@@ -197,12 +198,32 @@ class OffloadMixin(Scheduler):
         return stats
 
 
-class ProbeScheduler(OffloadMixin, KnownRowsMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin):
+class PackMixin(Scheduler):
+    """Sends what a step brings in one piece."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for of_client in outputs.values():
+            pack(of_client)
+        return outputs
+
+
+class ProbeScheduler(
+    PackMixin, OffloadMixin, KnownRowsMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin
+):
     """For executors that run one step at a time: the CPU."""
 
 
 class AsyncProbeScheduler(
-    OffloadMixin, KnownRowsMixin, TransferMixin, CacheMixin, RecomputeMixin, RouteMixin, ProbeMixin, AsyncScheduler
+    PackMixin,
+    OffloadMixin,
+    KnownRowsMixin,
+    TransferMixin,
+    CacheMixin,
+    RecomputeMixin,
+    RouteMixin,
+    ProbeMixin,
+    AsyncScheduler,
 ):
     """For executors that schedule ahead."""
 
