@@ -39,6 +39,16 @@ def conversations(problems: Any, count: int, before: str, after: str) -> Iterato
         }
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
 def run(arguments: Sequence[str]) -> int:
     """The command. Raises `ConfigError`."""
     parser = argparse.ArgumentParser("slipstream problems", description="Write problems as conversations.")
@@ -46,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help="the JSONL file to write")
     parser.add_argument("--count", type=int, default=1000, help="rows (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the problems (default: %(default)s)")
-    parser.add_argument("--options", type=json.loads, default={}, help="of the data set, as JSON")
+    parser.add_argument("--options", type=_json_object, default={}, help="of the data set, as JSON")
     parser.add_argument("--before", default="", help="text before each question")
     parser.add_argument("--after", default="", help="text after each question")
     given = parser.parse_args(arguments)

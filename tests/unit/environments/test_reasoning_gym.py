@@ -105,6 +105,14 @@ def test_an_environment_with_too_few_problems_says_so():
         environment(evaluation_task_count=5000).task("train", 0)
 
 
+@pytest.mark.parametrize("options", ["{bad", "[1]"])
+def test_options_that_are_no_json_object_are_told(tmp_path, capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        run(["chain_sum", str(tmp_path / "x.jsonl"), "--options", options])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"argument --options: '{options}' is no JSON object\n")
+
+
 def test_problems_are_written_as_conversations_without_a_question_twice(tmp_path, capsys):
     file = tmp_path / "new" / "sums.jsonl"
     assert run(["chain_sum", str(file), "--count", "50", "--options", json.dumps(FEW), "--after", " ..."]) == 0
