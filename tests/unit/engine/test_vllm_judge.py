@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.common.config import ConfigError
+from slipstream.common.errors import RequestAborted
 from slipstream.engine.vllm.judge import longer_context
+from slipstream.engine.vllm.prompts import prompt_logprobs
 from slipstream.models.teachers import Bounds, bounds_on_vllm
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "max_position_embeddings": 320}
@@ -44,3 +47,12 @@ def test_a_teacher_without_a_size_is_refused_by_its_name(tmp_path, config):
         ConfigError, match=r"config\.json has no '(vocab_size|max_position_embeddings)' that is a number"
     ):
         bounds_on_vllm(directory(tmp_path, config))
+
+
+@pytest.mark.parametrize("said", [[], [-1.0], [-1.0, -2.0, -3.0]])
+def test_an_answer_that_does_not_speak_of_every_token_is_none(said: list[float]) -> None:
+    output = SimpleNamespace(prompt_logprobs=SimpleNamespace(logprobs=said))
+    with pytest.raises(RequestAborted, match=f"vLLM spoke of {len(said)} of 2 tokens"):
+        prompt_logprobs(output, 3)
+    output.prompt_logprobs.logprobs = [-1.0, -2.0]
+    assert prompt_logprobs(output, 3) == [-1.0, -2.0]

@@ -63,6 +63,7 @@ from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
+from slipstream.engine.vllm.prompts import prompt_logprobs, prompt_parameters
 from slipstream.engine.vllm.rows import ROWS_FROM, recomputed_from, routes_of
 from slipstream.engine.vllm.salts import SaltVersions
 from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
@@ -550,22 +551,11 @@ class VllmEngine:
         return await self._probe(token_ids, f"{PROBE_PREFIX}{uuid4().hex}")
 
     async def _probe(self, token_ids: Sequence[int], request_id: str) -> list[float]:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        parameters = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            prompt_logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=self._offload.none_args(),
-        )
+        parameters = prompt_parameters(self._offload.none_args(), logprobs=True)
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_id}
         try:
             async for output in self._llm.generate(prompt, parameters, request_id):
-                rows = output.prompt_logprobs[1:]
-                return [row[token_id].logprob for token_id, row in zip(token_ids[1:], rows, strict=True)]
+                return prompt_logprobs(output, len(token_ids))
         finally:
             self.end_salt(request_id)
         raise RequestAborted("vLLM gave no answer to a probe")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from slipstream.common.config import ENVIRONMENT
 from slipstream.common.errors import RequestAborted
 from slipstream.engine.vllm.judge_config import VllmJudgeConfig
+from slipstream.engine.vllm.prompts import prompt_logprobs, prompt_parameters
 from slipstream.models.registry import read_config
 
 EXTENSION = "slipstream.engine.vllm.judge_worker.JudgeExtension"
@@ -89,27 +90,13 @@ class VllmJudge:
         self, token_ids: NDArray[np.int32], positions: NDArray[np.int64], temperature: float
     ) -> NDArray[np.float32]:
         """Of the tokens at `positions`, from 1, each after all tokens before it. Raises `TimeoutError` in time."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
         from slipstream.engine.vllm.judge_worker import TEMPERATURE
 
-        parameters = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={TEMPERATURE: temperature},
-        )
+        parameters = prompt_parameters({TEMPERATURE: temperature}, logprobs=True)
         prompt = {"prompt_token_ids": token_ids.tolist()}
         async with asyncio.timeout(self._timeout_s):
             async for output in self._llm.generate(prompt, parameters, uuid4().hex):
-                said = np.array(output.prompt_logprobs.logprobs, np.float32)
-                if len(said) != len(token_ids) - 1:
-                    raise RequestAborted(f"vLLM spoke of {len(said)} of {len(token_ids) - 1} tokens")
-                return said[positions - 1]
+                return np.array(prompt_logprobs(output, len(token_ids)), np.float32)[positions - 1]
         raise RequestAborted("vLLM gave no answer")
 
     @property

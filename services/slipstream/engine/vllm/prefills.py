@@ -23,6 +23,7 @@ from slipstream.engine.hashing import prompt_of
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
+from slipstream.engine.vllm.prompts import prompt_parameters
 from slipstream.engine.vllm.rows import ROWS_FROM
 from slipstream.engine.vllm.salts import SaltVersions
 
@@ -172,19 +173,11 @@ class Prefills:
                 entry.future.exception()
 
     async def _compute(self, entry: _Prefill) -> None:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
         request, held = entry.request, self._connector.hold()
-        parameters = SamplingParams(
-            max_tokens=1,  # vLLM computes nothing without sampling; nobody gets to see the token
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=self._offload.extra_args(request.salt, held),
-        )
+        arguments = self._offload.extra_args(request.salt, held)
         if request.capture_routes:
-            parameters.extra_args = (parameters.extra_args or {}) | {ROWS_FROM: request.first_route_position}
+            arguments = (arguments or {}) | {ROWS_FROM: request.first_route_position}
+        parameters = prompt_parameters(arguments, logprobs=False)
         prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
         output: Any = None
         try:
