@@ -16,7 +16,7 @@ from tests.engine.engines import Limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ABORTS_A_PHASE = 60
+ABORTS_A_PHASE = 200
 ROWS = 5
 SAMPLES = 2
 
