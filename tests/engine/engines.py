@@ -129,8 +129,8 @@ class Vllm:
         """A GPU adds up in another order; two bytes hold three digits, and near-ties are routed otherwise."""
         return (1e-5 if self.device == "cpu" else 1e-4) if self.dtype == "float32" else 0.25
 
-    async def build(self, model_dir: Path, limits: Limits, tensors: dict[str, torch.Tensor]) -> Engine:
-        sizes = load_sizes(model_dir)
+    def new(self, model_dir: Path, limits: Limits) -> VllmEngine:
+        """One to be started."""
         config = VllmConfig(
             device=self.device,
             dtype=self.dtype,
@@ -145,7 +145,10 @@ class Vllm:
             connector=self.connector,
             side_channel_port=self.side_channel_port,
         )
-        engine = VllmEngine(model_dir, sizes, config)
+        return VllmEngine(model_dir, load_sizes(model_dir), config)
+
+    async def build(self, model_dir: Path, limits: Limits, tensors: dict[str, torch.Tensor]) -> Engine:
+        engine = self.new(model_dir, limits)
         computed_with_threads()
         await engine.start()
         await engine.update(FIRST, tensors, lambda paused: None)

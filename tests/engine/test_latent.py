@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import DecodeRequest, PausedEngine
+from slipstream.engine.vllm.latent import GPU_WIDTHS
 from slipstream.models.checkpoint import save_model, to_hf
 from slipstream.models.deepseek_v3.config import DeepseekV3Config
 from slipstream.models.deepseek_v3.model import DeepseekModel, build_model
@@ -29,8 +31,8 @@ from tests.engine.oracle import SIZES as PROMPT_SIZES
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 EXPERTS: dict[str, Any] = {"expert_dim": 32, "n_experts": 8, "n_shared_experts": 1, "top_k": 2, "n_groups": 2}
-# vLLM on the CPU takes latents of 512 + 64 alone, and yarn.
-HEADS: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 48}
+# vLLM on the CPU takes latents of 512 + 64 alone, and yarn; on a GPU heads of few widths.
+HEADS: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SIZES = DeepseekV3Config(
     **{"vocab_size": PROMPT_SIZES.vocab_size, "dim": 64, "n_layers": 3, "n_heads": 4, "max_context_tokens": 1024},
     **{"ffn_dim": 96, "rope_theta": 1e4, "norm_eps": 1e-6, "q_lora_rank": 48, "n_dense_layers": 1},
@@ -70,6 +72,20 @@ def logprobs(model: DeepseekModel, tokens: list[int], routes: np.ndarray | None 
 
 def checksum(name: str, array: np.ndarray) -> int:
     return zlib.crc32(array.tobytes())
+
+
+async def test_heads_that_are_taken_on_a_gpu_are_those_that_vllm_has_a_kernel_for():
+    from vllm.v1.attention.backends.mla.prefill import flash_attn
+    from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+
+    def taken(key: int, turning: int, value: int) -> bool:
+        widths = MLADimensions(qk_nope_head_dim=key, qk_rope_head_dim=turning, v_head_dim=value)
+        return flash_attn.FlashAttnPrefillBackend.supports_mla_dimensions(widths)
+
+    some = (32, 48, 64, 96, 128, 192, 256)
+    found = {each for each in product(some, (32, 64, 128), some) if taken(*each)}
+    assert found == set(GPU_WIDTHS)
+    assert not set(flash_attn.FlashAttnPrefillBackend.supported_dtypes) & {torch.float32}
 
 
 async def test_latent_attention_is_updated_in_flight(request: pytest.FixtureRequest, tmp_path):

@@ -8,20 +8,37 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.common.errors import RequestAborted
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.pulse import ASK_INTERVAL_S
+from slipstream.engine.vllm import launch
+from slipstream.engine.vllm.calls import CoreEnded
 from tests.engine.bench import Bench, Factory, prompt_of, until
-from tests.engine.engines import SILENCE_S, Vllm, sharp
+from tests.engine.engines import SILENCE_S, Limits, Vllm, sharp
 from tests.engine.oracle import tensors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ENDS_S = 30.0
 """Of a busy machine: whoever notices nothing waits as long as the engine stands still."""
+DEATH_TOLD_S = 30.0
+DIES_S = 0.5
+
+
+def stop_and_kill(llm: Any) -> None:
+    """vLLM's process answers nothing that it is asked from now on, and dies a little later."""
+    (core,) = llm.engine_core.resources.engine_manager.processes
+    os.kill(core.pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(DIES_S, os.kill, core.pid, signal.SIGKILL)
+
+
+def left_behind() -> set[Path]:
+    files = Path(tempfile.gettempdir())
+    return {*files.glob("vllm_dist_*"), *files.glob(f"slipstream-vllm-{os.getpid()}-*")}
 
 
 async def test_what_an_engine_that_stands_still_runs_ends_within_the_bound_and_is_freed_when_it_goes_on(
@@ -80,3 +97,45 @@ async def test_the_end_of_an_engines_process_is_told_with_its_cause_and_leaves_n
             async with asyncio.timeout(60):
                 await bench.engine.wait()  # type: ignore[attr-defined]
     assert set(files.glob("vllm_dist_*")) == before
+
+
+async def test_a_start_ends_with_the_engines_process(build: Factory, monkeypatch: pytest.MonkeyPatch):
+    if not isinstance(build.kind, Vllm):
+        return
+    original, before = launch.launch, left_behind()
+
+    def launched(*asked: Any) -> Any:
+        llm = original(*asked)
+        stop_and_kill(llm)
+        return llm
+
+    monkeypatch.setattr(launch, "launch", launched)
+    engine = build.kind.new(build.model_dir, Limits())
+    with pytest.raises(CoreEnded, match="was killed by SIGKILL"):
+        async with asyncio.timeout(DEATH_TOLD_S):
+            await engine.start()
+    assert left_behind() == before
+
+
+async def test_all_that_waits_for_an_engines_process_ends_with_it(build: Factory):
+    if not isinstance(build.kind, Vllm):
+        return
+    async with build() as bench:
+        engine: Any = bench.engine
+        version = PolicyVersion(bench.version.incarnation, bench.version.step + 1)
+        stop_and_kill(engine._llm)
+        waiting = {
+            "update": engine.update(version, tensors(2), lambda paused: None),
+            "room": engine.check_room("grpc"),
+            "probe": engine.probe(prompt_of(9)),
+            "call": engine._llm.collective_rpc("slipstream_alive"),
+        }
+        tasks = {name: asyncio.create_task(work) for name, work in waiting.items()}
+        done, _ = await asyncio.wait(tasks.values(), timeout=DEATH_TOLD_S)
+        assert len(done) == len(tasks)
+        errors = {name: task.exception() for name, task in tasks.items()}
+        for name, error in errors.items():
+            assert isinstance(error, CoreEnded), (name, error)
+            assert "was killed by SIGKILL" in str(error), (name, error)
+        with pytest.raises(CoreEnded, match="was killed by SIGKILL"):  # and who asks later
+            await engine.update(version, tensors(2), lambda paused: None)

@@ -100,4 +100,4 @@ class OnVllm:
         """Raise once vLLM is gone; it tells by no event."""
         while not self._judge.ended:  # noqa: ASYNC110
             await asyncio.sleep(WATCH_INTERVAL_S)
-        raise RuntimeError("vLLM's process has ended; its last words are in this worker's output")
+        raise RuntimeError(self._judge.death)

@@ -85,6 +85,9 @@ def test_rows_of_layers_without_experts_are_left_out():
 
 
 GOOD: dict[str, Any] = {"connector": "none", "offloads": False, "quantization": "none", "device": "cpu"}
+GOOD |= {"dtype": "float32"}
+GPU: dict[str, Any] = {**GOOD, "device": "cuda", "dtype": "bfloat16"}
+V3: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,9 @@ GOOD: dict[str, Any] = {"connector": "none", "offloads": False, "quantization": 
         ({"rope_scaling": YARN}, {"quantization": "fp8_per_block", "device": "cuda"}, "engine.quantization"),
         ({"rope_scaling": YARN, "kv_lora_rank": 16}, {}, r"vLLM on the CPU takes \(512, 64\) alone"),
         ({}, {}, 'rope_scaling is not of type "yarn"'),
+        ({}, GPU, r"qk_nope_head_dim, .* v_head_dim are \(8, 64, 6\); vLLM on a GPU takes \(128, 64, 128\), "),
+        ({**V3, "v_head_dim": 64}, GPU, r"are \(128, 64, 64\)"),
+        (V3, {**GPU, "dtype": "float32"}, 'engine.dtype is "float32"'),
     ],
 )
 def test_what_was_not_tried_or_is_computed_otherwise_is_refused(sizes, settings, said):
@@ -104,5 +110,6 @@ def test_what_was_not_tried_or_is_computed_otherwise_is_refused(sizes, settings,
 
 def test_all_else_is_taken():
     check_latent(DeepseekV3Config(**KEYS, rope_scaling=YARN), **GOOD)
-    check_latent(DeepseekV3Config(**{**KEYS, "kv_lora_rank": 16}), **{**GOOD, "device": "cuda"})
+    check_latent(DeepseekV3Config(**{**KEYS, **V3, "kv_lora_rank": 16}), **GPU)
+    check_latent(DeepseekV3Config(**{**KEYS, **V3}), **{**GPU, "dtype": "float16"})
     check_latent(MOE, **{**GOOD, "connector": "nixl", "offloads": True})

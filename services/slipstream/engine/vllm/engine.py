@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -57,6 +56,7 @@ from slipstream.engine.checks import check_decode, check_prefill, check_prompt, 
 from slipstream.engine.hashing import prompt_of
 from slipstream.engine.pulse import Pulse
 from slipstream.engine.routes import RouteRows, RouteStore
+from slipstream.engine.vllm.calls import CoreEnded, death_of, told_of_death
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector, load_params
 from slipstream.engine.vllm.counters import Counters
@@ -163,9 +163,13 @@ class VllmEngine:
         )
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         self._prefills.start(self._llm)
-        await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
         self._watching = asyncio.create_task(self._watch())
         self._feeling = asyncio.create_task(self._pulse.run())
+        try:
+            await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
+        except BaseException:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         for task in (self._watching, self._feeling, *self._forgetting):
@@ -175,7 +179,8 @@ class VllmEngine:
         for request_id in list(self._open):
             await self.abort(request_id)
         if not self._llm.errored:
-            await self._prefills.stop()
+            with suppress(CoreEnded):
+                await self._prefills.stop()
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # before its other end goes, which it would report as a failure
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_TIMEOUT_S)
@@ -194,18 +199,7 @@ class VllmEngine:
     async def _watch(self) -> None:
         while not self._llm.errored:  # noqa: ASYNC110 vLLM tells by no event
             await asyncio.sleep(WATCH_INTERVAL_S)
-        self._end(RuntimeError(self._death()))
-
-    def _death(self) -> str:
-        """What is known of the end of vLLM's process; its own words are in the worker's output."""
-        manager = self._llm.engine_core.resources.engine_manager
-        codes = [process.exitcode for process in manager.processes] if manager is not None else []
-        code = next((each for each in codes if each), None)
-        if code is None:
-            return "vLLM's process has ended, or one of its workers has; its last words are in the worker's output"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
-        hint = "; the kernel does that where memory runs out" if code == -signal.SIGKILL else ""
-        return f"vLLM's process {how}{hint}; its last words, if any, are in the worker's output"
+        self._end(CoreEnded(death_of(self._llm)))
 
     @property
     def silent_s(self) -> float:
@@ -228,9 +222,9 @@ class VllmEngine:
         self._ended.set_exception(error)
         self._ended.exception()  # seen: `wait` raises it, if anyone waits
         for open_request in self._open.values():
-            open_request.error = RequestAborted("the engine has ended")
+            open_request.error = RequestAborted(f"the engine has ended: {error}")
             open_request.wake(flush=False)
-        self._prefills.fail(RequestAborted("the engine has ended"))
+        self._prefills.fail(RequestAborted(f"the engine has ended: {error}"))
 
     # --- Prefill and KV ------------------------------------------------------------------------------
 
@@ -421,6 +415,10 @@ class VllmEngine:
         """Return when all that was sent to vLLM has been taken in, and the counters are those of after it."""
         self._report_number += 1
         number = self._report_number
+        with suppress(CoreEnded):  # nothing is left to settle then
+            await self._reported(number)
+
+    async def _reported(self, number: int) -> None:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             while True:
                 await self._llm.engine_core.call_utility_async("slipstream_report", number)
@@ -554,8 +552,9 @@ class VllmEngine:
         parameters = prompt_parameters(self._offload.none_args(), logprobs=True)
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_id}
         try:
-            async for output in self._llm.generate(prompt, parameters, request_id):
-                return prompt_logprobs(output, len(token_ids))
+            with told_of_death(self._llm):
+                async for output in self._llm.generate(prompt, parameters, request_id):
+                    return prompt_logprobs(output, len(token_ids))
         finally:
             self.end_salt(request_id)
         raise RequestAborted("vLLM gave no answer to a probe")
@@ -577,9 +576,7 @@ class VllmEngine:
 
     async def _forget(self, salt: str) -> None:
         """Let the scheduler evict what is cached under a salt."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        with suppress(EngineDeadError, TimeoutError):  # `wait` tells of an engine that ended or hangs
+        with suppress(CoreEnded, TimeoutError):  # `wait` tells of an engine that ended or hangs
             async with asyncio.timeout(FORGET_TIMEOUT_S):
                 await self._llm.engine_core.call_utility_async("slipstream_end_salt", salt)
         await self._offload.end(salt)

@@ -6,7 +6,7 @@ import importlib.util
 from importlib import metadata
 from typing import Literal
 
-from slipstream.common.config import ConfigError
+from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.versions import VERSIONS
 
@@ -19,6 +19,8 @@ JUDGES = ("0.30.0",)
 """Versions that judge given tokens: what `judge_worker.py` changes is not public."""
 
 REMEDY = "install it with: make install-vllm"
+
+PLUGIN = "slipstream.engine.vllm.plugin:register"
 
 _PACKAGES = {"nixl": "nixl", "mooncake": "mooncake"}
 _REMEDIES = {"nixl": REMEDY, "mooncake": "install it with: pip install 'slipstream[mooncake]'"}
@@ -63,6 +65,20 @@ def check_connector(config: VllmConfig, where: str = "engine.connector") -> None
         raise ConfigError(f'{where} is "{name}", which is not installed; {_REMEDIES[name]}')
     if name == "mooncake":
         check_mooncake(f'{where} is "mooncake"')
+
+
+def check_plugin() -> None:
+    """Raise `ConfigError` where vLLM would not load our plug-in into the processes that it spawns."""
+    named = ENVIRONMENT.get("VLLM_PLUGINS")
+    for each in metadata.entry_points(group="vllm.general_plugins"):
+        if each.value == PLUGIN:
+            if named is None or each.name in named.split(","):
+                return
+            raise ConfigError(f"VLLM_PLUGINS is {named!r}; engines need the plug-in {each.name!r} as well")
+    raise ConfigError(
+        "vLLM does not find the plug-in 'slipstream', which engines need on a GPU: slipstream is on the path, but not "
+        "installed; install it with: pip install --no-deps ."
+    )
 
 
 def check_mooncake(what: str) -> None:

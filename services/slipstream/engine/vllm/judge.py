@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.common.config import ENVIRONMENT
 from slipstream.common.errors import RequestAborted
+from slipstream.engine.vllm.calls import death_of, end_calls_with_core, told_of_death
 from slipstream.engine.vllm.judge_config import VllmJudgeConfig
 from slipstream.engine.vllm.prompts import prompt_logprobs, prompt_parameters
 from slipstream.models.registry import read_config
@@ -52,8 +53,9 @@ class VllmJudge:
 
         It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
         """
+        from slipstream.engine.vllm.inherited import set_up
         from slipstream.engine.vllm.launch import set_environment, threads_of_operators
-        from slipstream.engine.vllm.process import SocketDirectory, dying_with_us, keep_stores_in
+        from slipstream.engine.vllm.process import SocketDirectory, dying_with_us
 
         sockets = SocketDirectory()
         # The newer runner reads the log-probabilities of prompts elsewhere.
@@ -61,6 +63,7 @@ class VllmJudge:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        set_up(sockets.path, torch_threads, nixl=False)
         engine_config = AsyncEngineArgs(
             model=str(model_dir),
             dtype=config.dtype,
@@ -80,11 +83,16 @@ class VllmJudge:
         ).create_engine_config()
         # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
         ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        keep_stores_in(sockets.path)
         with dying_with_us(), threads_of_operators(torch_threads):
             llm = AsyncLLM.from_vllm_config(engine_config, enable_log_requests=False, disable_log_stats=True)
-        await llm.collective_rpc("slipstream_judge")
-        return cls(llm, sockets, config.pass_timeout_s)
+        end_calls_with_core(llm)
+        judge = cls(llm, sockets, config.pass_timeout_s)
+        try:
+            await llm.collective_rpc("slipstream_judge")
+        except BaseException:
+            await judge.stop()
+            raise
+        return judge
 
     async def logprobs(
         self, token_ids: NDArray[np.int32], positions: NDArray[np.int64], temperature: float
@@ -95,14 +103,20 @@ class VllmJudge:
         parameters = prompt_parameters({TEMPERATURE: temperature}, logprobs=True)
         prompt = {"prompt_token_ids": token_ids.tolist()}
         async with asyncio.timeout(self._timeout_s):
-            async for output in self._llm.generate(prompt, parameters, uuid4().hex):
-                return np.array(prompt_logprobs(output, len(token_ids)), np.float32)[positions - 1]
+            with told_of_death(self._llm):
+                async for output in self._llm.generate(prompt, parameters, uuid4().hex):
+                    return np.array(prompt_logprobs(output, len(token_ids)), np.float32)[positions - 1]
         raise RequestAborted("vLLM gave no answer")
 
     @property
     def ended(self) -> bool:
         """Whether vLLM's process is gone."""
         return bool(self._llm.errored)
+
+    @property
+    def death(self) -> str:
+        """How it went."""
+        return death_of(self._llm)
 
     async def stop(self) -> None:
         if self._llm.output_handler is not None:

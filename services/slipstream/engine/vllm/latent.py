@@ -17,6 +17,8 @@ CPU_BLOCK_TOKENS = 16
 """What vLLM makes of any block size there."""
 CPU_WIDTHS = (512, 64)
 """Of the latent and of the part that turns: its kernel on the CPU takes no others."""
+GPU_WIDTHS = ((128, 64, 128), (192, 64, 256), (64, 64, 128))
+"""Of a head's key without and with what turns, and of its value: its kernel for prompts on a GPU takes no others."""
 
 
 def latent_width(sizes: Sizes) -> int:
@@ -25,8 +27,8 @@ def latent_width(sizes: Sizes) -> int:
     return rank + int(getattr(sizes, "qk_rope_head_dim", 0)) if rank else 0
 
 
-def check_latent(sizes: Sizes, connector: str, offloads: bool, quantization: str, device: str) -> None:
-    """Refuse what vLLM computes otherwise for latent attention, and what nobody has tried with it."""
+def check_latent(sizes: Sizes, connector: str, offloads: bool, quantization: str, device: str, dtype: str) -> None:
+    """Refuse what vLLM computes otherwise for latent attention or not at all, and what nobody has tried with it."""
     if not latent_width(sizes):
         return
     for setting, value, most in (
@@ -36,14 +38,34 @@ def check_latent(sizes: Sizes, connector: str, offloads: bool, quantization: str
     ):
         if value != most:
             raise ConfigError(f"engine.{setting} is {value!r}, and with latent attention only {most!r} was tried")
-    if device != "cpu":
-        return
-    widths = (getattr(sizes, "kv_lora_rank", 0), getattr(sizes, "qk_rope_head_dim", 0))
+    if device == "cpu":
+        _check_cpu(sizes)
+    else:
+        _check_gpu(sizes, dtype)
+
+
+def _check_cpu(sizes: Sizes) -> None:
+    widths = _widths(sizes, "kv_lora_rank", "qk_rope_head_dim")
     if widths != CPU_WIDTHS:
         raise ConfigError(f"kv_lora_rank and qk_rope_head_dim are {widths}; vLLM on the CPU takes {CPU_WIDTHS} alone")
     scaling = getattr(sizes, "rope_scaling", None)
     if scaling is None or scaling.rope_type != "yarn":
         raise ConfigError('rope_scaling is not of type "yarn", and vLLM on the CPU turns keys wrongly without it')
+
+
+def _check_gpu(sizes: Sizes, dtype: str) -> None:
+    if dtype == "float32":
+        raise ConfigError('engine.dtype is "float32"; vLLM computes latent attention on a GPU in two bytes alone')
+    widths = _widths(sizes, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    if widths not in GPU_WIDTHS:
+        known = ", ".join(map(str, GPU_WIDTHS))
+        raise ConfigError(
+            f"qk_nope_head_dim, qk_rope_head_dim and v_head_dim are {widths}; vLLM on a GPU takes {known} alone"
+        )
+
+
+def _widths(sizes: Sizes, *names: str) -> tuple[int, ...]:
+    return tuple(getattr(sizes, name, 0) for name in names)
 
 
 def latent_layers(model: Any) -> Iterator[Any]:

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from slipstream.common.config import ENVIRONMENT, ConfigError
+from slipstream.engine.vllm.calls import end_calls_with_core
 from slipstream.engine.vllm.config import PROBE_PLACES, VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.families import check_family
-from slipstream.engine.vllm.installed import check_connector, find_vllm
+from slipstream.engine.vllm.inherited import set_up
+from slipstream.engine.vllm.installed import check_connector, check_plugin, find_vllm
 from slipstream.engine.vllm.latent import CPU_BLOCK_TOKENS, check_latent, latent_width
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
-from slipstream.engine.vllm.process import dying_with_us, keep_stores_in
+from slipstream.engine.vllm.process import dying_with_us
 from slipstream.models.base import Sizes
 
 _ENVIRONMENT = {
@@ -50,25 +52,29 @@ def launch(
 ) -> Any:
     """An `AsyncLLM` without weights; takes seconds. Call it on the event loop that will use it.
 
-    It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
+    It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC. Where this
+    process has used a GPU already vLLM spawns instead (`inherited.py`).
     """
     set_environment(sockets, {"OMP_NUM_THREADS": str(config.torch_threads), **environment(config.parallel)})
     find_vllm()
     check_connector(config)
     check_family(sizes, "engine.type")
     device = _find_device(config)
-    check_latent(sizes, config.connector, config.offload is not None, config.quantization, device)
+    if device != "cpu":
+        check_plugin()
+    offloads = config.offload is not None
+    check_latent(sizes, config.connector, offloads, config.quantization, device, config.dtype)
     from vllm import envs
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.engine.vllm.merging import keep_routes_when_merging
-    from slipstream.engine.vllm.nixl_rest import rest_progress_thread
     from slipstream.engine.vllm.packing import unpack_what_comes
     from slipstream.engine.vllm.plugin import WORKER_EXTENSION, register
 
     envs.disable_envs_cache()  # of an engine that was started before, whose environment may have been another
+    set_up(sockets, config.torch_threads, config.connector == "nixl")
     keep_routes_when_merging()
     register()
     options = connector.options()
@@ -79,8 +85,6 @@ def launch(
         offload = offload_options(config, model_dir, sizes)
         options = offload if options is None else beside(options, offload)
     transfer = KVTransferConfig(**options) if options is not None else None
-    if config.connector == "nixl":
-        rest_progress_thread()
     engine_config = AsyncEngineArgs(
         model=str(model_dir),
         load_format="dummy",  # the first update brings the weights
@@ -107,11 +111,11 @@ def launch(
     ).create_engine_config()
     # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    keep_stores_in(sockets)
     with dying_with_us(), threads_of_operators(config.torch_threads):
         llm = AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
     envs.enable_envs_cache()  # vLLM asks for variables with each output: a tenth of what it does in this process
     unpack_what_comes(llm.engine_core)
+    end_calls_with_core(llm)
     return llm
 
 

@@ -16,7 +16,7 @@ _RESTS = "_slipstream_rests"
 
 
 def rest_progress_thread() -> None:
-    """For the agents that this process makes, and those that are forked off it. May be called again."""
+    """For the agents of this process, and of those that are forked off it. May be called again."""
     from vllm.distributed.nixl_utils import NixlWrapper
 
     bindings = sys.modules[NixlWrapper.__module__].nixlBind

@@ -1,9 +1,11 @@
-"""Expert capture beside a KV connector, as a plug-in that vLLM loads into each of its processes.
+"""Our plug-in, which vLLM loads into each of its processes: expert capture beside a KV connector, and what is set up.
 
 vLLM refuses the two together, since rows of positions that came over a connector are not known where they arrive. Here
 they are known to be unknown (`transfers.py` marks them), so the refusal is lifted; those for other reasons stay. From
 0.31 on it also refuses to capture with its first model runner, which ours can (`step_rows.py`): there both are lifted,
 for engines with our worker alone. Entry point `vllm.general_plugins`.
+
+A process of vLLM's that was spawned has nothing of what ours was told: `inherited.py` tells it.
 """
 
 # vLLM is not installed where the checks run.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.engine.vllm.inherited import apply_in_spawned
 from slipstream.engine.vllm.versions import VERSIONS, version_of
 
 TESTED = tuple(VERSIONS)
@@ -23,7 +26,7 @@ _SIZES_OF_ONE = ("pipeline_parallel_size", "decode_context_parallel_size", "pref
 
 
 def register() -> None:
-    """Let vLLM capture experts with a connector. May be called again."""
+    """Let vLLM capture experts with a connector, and apply what is set up. May be called again."""
     import vllm
     from vllm.config import VllmConfig
 
@@ -34,6 +37,7 @@ def register() -> None:
         _lift_at_init(VllmConfig)
     else:
         _lift_check(VllmConfig)
+    apply_in_spawned()
 
 
 def _lift_at_init(config: Any) -> None:

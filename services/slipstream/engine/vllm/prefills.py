@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from slipstream.common.errors import EngineFull, KvUnknown, RequestAborted, Requ
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest, PrefillResult
 from slipstream.engine.hashing import prompt_of
+from slipstream.engine.vllm.calls import CoreEnded
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.engine.vllm.connector import Connector
 from slipstream.engine.vllm.offload.front import Offload
@@ -242,7 +244,10 @@ class Prefills:
 
     async def _free(self, vllm_ids: Sequence[str]) -> None:
         """Tell vLLM's connector that nobody will read these any more."""
-        left = set(vllm_ids)
+        with suppress(CoreEnded):  # it is free then
+            await self._freed(set(vllm_ids))
+
+    async def _freed(self, left: set[str]) -> None:
         async with asyncio.timeout(self._config.update_timeout_s):
             while left:
                 answers = await self._llm.collective_rpc("slipstream_release_kv", args=(list(left),))

@@ -32,13 +32,24 @@ def dying_with_us() -> Iterator[None]:
     vLLM does the same only once an engine is up, and a worker that is stopped meanwhile would leave half of one behind.
     """
     global _parent
-    if _parent is None:  # a hook cannot be taken off again
-        os.register_at_fork(after_in_child=_forked)
-    _parent = os.getpid()
+    _watch_forks()
     try:
         yield
     finally:
         _parent = 0
+
+
+def die_as_forked(parent: int) -> None:
+    """In a process that was spawned: end with `parent` as one forked within `dying_with_us`, and so do its own."""
+    die_with_parent(parent)
+    _watch_forks()
+
+
+def _watch_forks() -> None:
+    global _parent
+    if _parent is None:  # a hook cannot be taken off again
+        os.register_at_fork(after_in_child=_forked)
+    _parent = os.getpid()
 
 
 def _forked() -> None:
@@ -49,7 +60,7 @@ def _forked() -> None:
 
 
 def keep_stores_in(directory: Path) -> None:
-    """Have vLLM's processes, which are forked from now on, meet in this directory. It would leave files in TMPDIR."""
+    """Have those of vLLM's processes that this one starts meet in this directory. It would leave files in TMPDIR."""
     for name in ("uniproc_executor", "multiproc_executor"):
         executor = importlib.import_module(f"vllm.v1.executor.{name}")
         if hasattr(executor, _STORE):  # by name, as they imported it
