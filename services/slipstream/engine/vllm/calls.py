@@ -33,11 +33,13 @@ def death_of(llm: Any) -> str:
 @contextmanager
 def told_of_death(llm: Any) -> Generator[None, None, None]:
     """What vLLM raises within since its process has ended is raised as `CoreEnded`, which says how."""
-    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:
         yield
-    except EngineDeadError as error:
+    except (EngineDeadError, EngineGenerateError) as error:
+        if isinstance(error, EngineGenerateError) and not llm.errored:
+            raise
         raise CoreEnded(death_of(llm)) from error
 
 
