@@ -226,7 +226,7 @@ def check(path: Path, positions: int) -> Outcome:
         wall_s=records[-1]["time_s"] - first_s,
         trained=checked.steps,
         figures=checked.figures(),
-        step_times_s=[record["time_s"] for kind in ("trained", "retrained") for record in of_kind(records, kind)],
+        step_times_s=[record["time_s"] for record in of_kind(records, "trained")],
         pure_tokens=int(sum(step.get("pure_token_count", 0.0) for step in steps)),
         pure_max_abs_diff=max((step.get("pure_max_abs_diff", 0.0) for step in steps), default=0.0),
     )

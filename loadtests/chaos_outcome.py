@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import mean, median
 
 REQUIRED_RATIO = 0.8
@@ -39,7 +39,7 @@ class Outcome:
     prefill_tokens: int = 0
     """Of prompts whose KV a prefill worker made, or found, for a decode worker."""
     step_times_s: Sequence[float] = ()
-    """When steps were trained, also those that were taken again; Unix."""
+    """When steps were trained, not those that were taken again; Unix."""
     pure_tokens: int = 0
     """That the engine sampled, on whole contexts of the weights that were trained on them."""
     pure_max_abs_diff: float = 0.0
@@ -52,6 +52,19 @@ class Outcome:
         """Between two steps, once it was under way: its first ones wait for processes that are still starting."""
         later_s = self.step_times_s[len(self.step_times_s) // 2 :]
         return (later_s[-1] - later_s[0]) / (len(later_s) - 1)
+
+    @property
+    def ratio_within(self) -> float:
+        """Steps between the first kill and the last, over those that the pace before each kill would have brought.
+
+        That pace is of the second half since the kill before. It asks nothing of another run, to which others may have
+        left more of the machine, or less. 0 where nothing is known.
+        """
+        times_s = [kill.time_s for kill in self.kills]
+        brought = sum(times_s[0] < time_s <= times_s[-1] for time_s in self.step_times_s) if times_s else 0
+        halves = [((before + after) / 2, after) for before, after in pairwise(times_s)]
+        expected = 2 * sum(begun < time_s <= after for begun, after in halves for time_s in self.step_times_s)
+        return brought / expected if expected else 0.0
 
     def standstill_s(self, kill: Kill) -> float:
         """From a kill to the next step that was trained; to the end of the run where there is none."""
@@ -76,6 +89,10 @@ def tell(calm: Outcome, killed: Outcome, every_s: float) -> float:
     cost_s = max(0.0, killed.wall_s - calm.wall_s) / max(1, len(killed.kills))
     ratio = calm.wall_s / killed.wall_s if every_s else 1 - cost_s / KILL_PERIOD_S
     how = "measured" if every_s else "worked out"
+    if every_s:
+        print(
+            f"within the run, by its pace in the second half of the time between two kills: {killed.ratio_within:.3f}"
+        )
     print(
         f"chaos: {len(killed.kills)} kills, {len(killed.trained)} positions trained once each, as without kills; "
         f"{calm.wall_s:.1f} s without (load {calm.load:.1f}), {killed.wall_s:.1f} s with them (load {killed.load:.1f}),"

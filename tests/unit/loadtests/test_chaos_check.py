@@ -108,6 +108,14 @@ def test_the_pace_of_a_run_is_that_of_its_second_half() -> None:
     assert chaos.Outcome(60.0, {}, {}, step_times_s=[20.0, 40.0, 50.0, 51.0, 53.0, 54.0]).step_s == 1.5
 
 
+def test_the_ratio_within_a_run_is_that_to_its_pace_before_each_kill() -> None:
+    kills = [chaos.Kill("router", 1, 0.0), chaos.Kill("trainer", 2, 60.0), chaos.Kill("router", 3, 120.0)]
+    steps_s = [-5.0, 25.0, *range(31, 61, 3), *range(62, 121, 3)]  # 1 + 10 of 20 in the first minute, 20 of 20
+    killed = chaos.Outcome(10.0, {0: 1}, {}, kills, step_times_s=steps_s)
+    assert killed.ratio_within == pytest.approx(31 / 40)
+    assert chaos.Outcome(10.0, {0: 1}, {}).ratio_within == 0.0
+
+
 def test_every_process_of_a_shape_is_killed_in_its_turn() -> None:
     several = {"runner-1", "runner-2", "trainer", "trainer-1", "prefill-1", "decode-1", "decode-2"}
     assert set(chaos.Shape(runners=2, ranks=2).targets) == several | set(chaos_shape.SINGLE)
