@@ -60,7 +60,7 @@ def measure(name: str, arguments: argparse.Namespace, device: torch.device, out:
         "checkpointing": arguments.checkpointing,
         "compile": arguments.compile,
         "round_once": not arguments.round_each_pass,
-        "plain_turns": arguments.plain_turns,
+        "turned": arguments.turned,
         "grouped": arguments.grouped,
         "torch": torch.__version__,
     }
@@ -168,7 +168,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="else the shape's own")
     parser.add_argument("--logits-gib", type=float, default=10.0, help="trainer.compute.logits_bytes, of float32")
     parser.add_argument("--grouped", action="store_true", help="attention is given key and value heads unrepeated")
-    parser.add_argument("--plain-turns", action="store_true", help="norm and rotation of queries by plain operators")
+    parser.add_argument("--turned", action="store_true", help="norm and rotation of queries and keys by one kernel")
     parser.add_argument("--round-each-pass", action="store_true", help="trainer.compute.round_once = false")
     parser.add_argument("--compile", action="store_true", help="compile each block, of both")
     parser.add_argument("--peak-flops", type=float, help="of the device, where its name does not tell")
@@ -215,8 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     if arguments.grouped:
         attention.GROUPED_ON.add("cuda")
-    if arguments.plain_turns:
-        turned.FUSED_ON.clear()
+    if arguments.turned:
+        turned.FUSED_ON.add("cuda")
     if arguments.flash:
         from torch.nn.attention import activate_flash_attention_impl
 

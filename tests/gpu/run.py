@@ -77,7 +77,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "step_moe_rounded": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--round-each-pass"]),
     "step_moe_kept": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--checkpointing", "none"]),
     "step_moe_grouped": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--grouped"]),
-    "step_moe_turned": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--plain-turns"]),
+    "step_moe_turned": (100, [*STEP, "--shape", "moe-1b", "--only", "rl", "--warm-up", "1", "--turned"]),
     "step_fp8": (200, [*STEP, "--shape", "moe-1b", "--only", "fp8", "--micro-batches", "2", "--warm-up", "3"]),
     "fp8_mismatch": (240, [sys.executable, "loadtests/fp8_mismatch_card.py", "--out", "{out}/fp8_mismatch.jsonl"]),
     "load_updates": (240, [*LOAD, *MEDIUM.split(), *ON_THE_CARD.split(), *UNCOMPILED]),

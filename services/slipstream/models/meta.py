@@ -13,7 +13,7 @@ import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-_DRAWN = frozenset({init.kaiming_normal_, init.kaiming_uniform_, init.normal_, init.uniform_})
+_DRAWN = frozenset({init.kaiming_uniform_, init.normal_, init.uniform_})
 
 
 class _NothingDrawn(TorchFunctionMode):

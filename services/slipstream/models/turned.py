@@ -1,9 +1,10 @@
 """Queries and keys normed and turned in one pass, where torchtitan's attention does so one after the other.
 
     for module in model.modules():
-        turn_at_once(module)        # attention with norms of queries and keys: on a card, of bfloat16, by a kernel
+        turn_at_once(module)        # attention with norms of queries and keys, of bfloat16: by a kernel
 
-What attention takes is then bfloat16, as it rounds it in any case; between norm and rotation all is float32.
+Off until it has been seen to work on a card: `FUSED_ON.add("cuda")`, before `turn_at_once`, switches it on. What
+attention takes is then bfloat16, as it rounds it in any case; between norm and rotation all is float32.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from slipstream.models.rope import Rope
 
-FUSED_ON = {"cuda"}
-"""Devices that have the kernels."""
+FUSED_ON: set[str] = set()
+"""Devices that take the kernels."""
 
 
 class Turned(torch.autograd.Function):
@@ -43,11 +44,10 @@ class Turned(torch.autograd.Function):
 
 
 def turn_at_once(attention: nn.Module) -> None:
-    """Let an attention module do so. Any other is left as it is."""
-    rope, norms = (
-        getattr(attention, "rope", None),
-        (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)),
-    )
+    """Let an attention module do so, where any device takes the kernels. Any other module is left as it is."""
+    if not FUSED_ON:
+        return
+    rope, norms = getattr(attention, "rope", None), [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     alike = all(isinstance(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None for norm in norms)
     if hasattr(attention, "qkv_linear") and isinstance(rope, Rope) and not rope.config.interleaved and alike:
         attention.forward = MethodType(_attend, attention)

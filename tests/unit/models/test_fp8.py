@@ -203,7 +203,7 @@ def test_the_kernels_of_a_card_take_a_linear_layer_and_give_gradients_of_its_sha
 
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # torchao's own
-@pytest.mark.parametrize("sizes", [[3, 0, 128, 130, 0], [0, 0, 5], [256, 1], [1]], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 0, 128, 130, 0], [0, 0, 5], [256, 1], [1], [1, 127, 129, 1], [0, 0]], ids=str)
 def test_rows_of_experts_are_padded_as_torchao_does(sizes):
     from torchao.prototype.moe_training.kernels.mxfp8 import torch_pad_token_groups, torch_unpad_token_groups
 
@@ -217,6 +217,15 @@ def test_rows_of_experts_are_padded_as_torchao_does(sizes):
     back = card.unpadded(made, ends, found[1], len(rows), alignment_size=128)
     assert torch.equal(back, torch_unpad_token_groups(made, ends, found[1], len(rows), 128))
     assert torch.equal(back, 2.0 * rows + 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # torchao's own
+def test_torchao_pads_by_ours():
+    product = card._torchao().grouped_mm._Float8BlockwiseGroupedMM
+    for step in (product.forward, product.backward):
+        for name in ("pad_token_groups", "unpad_token_groups"):
+            assert name in step.__code__.co_names
+            assert step.__globals__[name].__module__ == card.__name__
 
 
 def test_padding_reads_nothing_back():

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from slipstream.models.turned import _takes
+from slipstream.models import turned
+from slipstream.models.qwen3_moe.config import MoeConfig
+from slipstream.models.qwen3_moe.model import build_model
 
 
 def test_the_kernels_of_a_card_give_the_same():
@@ -22,5 +25,13 @@ def test_the_kernels_of_a_card_give_the_same():
     assert done.stdout.strip().endswith("alike"), done.stderr[-2000:]
 
 
-def test_on_a_cpu_there_are_none():
-    assert not _takes(torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.int64))
+def test_attention_is_left_alone_unless_a_device_takes_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    assert not turned.FUSED_ON
+    attention = next(module for module in build_model(MoeConfig(vocab_size=24)).modules() if hasattr(module, "q_norm"))
+    turned.turn_at_once(attention)
+    assert "forward" not in vars(attention)
+    monkeypatch.setattr(turned, "FUSED_ON", {"cuda"})
+    turned.turn_at_once(attention)
+    assert "forward" in vars(attention)
+    queries, positions = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.int64)
+    assert not turned._takes(queries, positions)  # of a CPU

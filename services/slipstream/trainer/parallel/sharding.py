@@ -173,7 +173,7 @@ def _norm_as_they_come(model: Any) -> None:
 
     On a card autocast has norms give float32, sums of which they take in any case. What goes through all experts would
     be twice as wide, and what blocks hand on would be float32 from the first block of experts on; only the norms within
-    attention stay so, as its kernels round what they take anyway; a kernel of ours may take their place.
+    attention stay so, as its kernels round what they take anyway; where it is on, `turned.py` takes their place.
     """
 
     def forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
