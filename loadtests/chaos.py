@@ -139,8 +139,10 @@ class Chaos:
         for due_s in itertools.count(begun_s + every_s, every_s):
             self._await(lambda due_s=due_s: self._over or time.monotonic() >= due_s)
             if self._over:
-                return
+                break
             self._kill()
+        if not self.kills:
+            raise Lost(f"the run ended before anything was killed:\n{self.run.output}")
 
     def finish(self) -> None:
         """Wait for the end of the run, which must be a good one."""
@@ -219,7 +221,7 @@ def check(path: Path, positions: int) -> Outcome:
     for step in steps:
         if step.get("sequences_lost"):  # unknown of one whose trainer died before it could say
             raise Lost(f"step {step['step']} was trained without {step['sequences_lost']:g} of its sequences")
-        if (difference := step.get("pure_max_abs_diff", 0.0)) > EXACT:
+        if not (difference := step.get("pure_max_abs_diff", 0.0)) <= EXACT:  # nan, too
             raise Lost(f"engine and trainer differ by {difference:g} in step {step['step']}, with the same weights")
     first_s = next(record["time_s"] for record in records if record["kind"] == "acquired")
     return Outcome(
@@ -332,6 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     if killed.trained.keys() != calm.trained.keys():
         print(f"chaos: FAILED: trained {sorted(killed.trained.keys() ^ calm.trained.keys())} in one run only")
+        return 1
+    if not calm.pure_tokens:
+        print("chaos: FAILED: no token was sampled by the weights that were trained on it, so none could be compared")
         return 1
     return 0 if tell(calm, killed, options.every_s) >= REQUIRED_RATIO else 1
 
