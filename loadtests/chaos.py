@@ -54,7 +54,7 @@ SPARE = 1.1
 EXACT = 1e-4
 """Log-probabilities of engine and trainer differ by less than this where both have the same weights."""
 STUCK_S = 180.0
-"""A run that does not get on for so long is given up."""
+"""A run that does not get on for so long is given up, or of which a process is away."""
 TASK_COUNT = 1_000_000
 """Of the environment, as is its default."""
 
@@ -163,7 +163,10 @@ class Chaos:
         """Kill the next service, once it lives; a moment later, so that it is not always right after a report."""
         replica = next(self._replicas)
         time.sleep(self._random.random() * 0.3)
-        self._await(lambda: self._over or self._pid(replica) is not None)
+        given_up_s = time.monotonic() + STUCK_S
+        self._await(lambda: self._over or self._pid(replica) is not None or time.monotonic() > given_up_s)
+        if not self._over and self._pid(replica) is None:
+            raise Lost(f"{replica} does not live:\n{self.run.output}")
         if replica.startswith("trainer"):
             last = self.positions - 2 * GROUPS_PER_STEP  # near the end no more steps may come
             self._await(lambda: self._over or self._between_checkpoints() or self._ended() >= last)

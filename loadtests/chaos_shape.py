@@ -8,6 +8,7 @@ SINGLE = ("orchestrator", "router", "broadcaster", "sandbox", "valkey")
 """Services of which there is one, whatever the shape."""
 CHECKPOINT_STEPS = 4
 BASE = {
+    "prefill.replicas": "1",
     "orchestrator.samples-per-group": "2",
     "orchestrator.min-reward-std": "0",
     "orchestrator.pool-timeout-s": "120",
@@ -29,7 +30,6 @@ OFFLOADING = {
     "launcher.start-timeout-s": "400",
     "orchestrator.pool-timeout-s": "300",
     "model.max-context-tokens": "224",
-    "prefill.replicas": "1",
     "decode.replicas": "1",
     # Short prompts are computed where they are decoded, long ones are sent there, unless most of it is there already.
     "router.remote-prefill-min-uncached-tokens": "144",

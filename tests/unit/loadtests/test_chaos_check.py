@@ -122,6 +122,8 @@ def test_every_process_of_a_shape_is_killed_in_its_turn() -> None:
     several = {"runner-1", "runner-2", "trainer", "trainer-1", "prefill-1", "decode-1", "decode-2"}
     assert set(chaos.Shape(runners=2, ranks=2).targets) == several | set(chaos_shape.SINGLE)
     offload = chaos.Shape(runners=2, ranks=2, offload=True)
+    for shape in (offload, chaos.Shape()):
+        assert shape.arguments["prefill.replicas"] == "1"  # runs of tests have none by themselves
     assert set(offload.targets) == (several | set(chaos_shape.SINGLE)) - {"decode-2"}
 
 
