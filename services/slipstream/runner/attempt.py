@@ -111,8 +111,8 @@ class TurnAttempt:
         """Rollouts whose turn whoever listens has ended."""
         self._running = set(rollouts)
         """Rollouts that the decode worker has not told the end of."""
-        self._asked_to_end = False
-        """Whether the decode worker was, of all that runs."""
+        self._ended_early = False
+        """Whether the decode worker has ended all that ran, and says so."""
         self.request_id = attempt_name(assignment) + self._suffix
         self.placement: routing_pb2.PlaceResponse | None = None
         self.segments = {index: Segment() for index in rollouts}
@@ -236,11 +236,11 @@ class TurnAttempt:
         unknown."""
         assert self.placement is not None
         worker = self.placement.decode
-        self._asked_to_end = True
         try:
             with errors.rpc_errors():
                 async with asyncio.timeout(ABORT_TIMEOUT_S), self._inference.watch.asking(worker):
                     await self._abort_decode(worker)
+                    self._ended_early = True
                     async for message in stream:
                         self._take_in(message)
         except (errors.SlipstreamError, TimeoutError) as error:
@@ -394,7 +394,7 @@ class TurnAttempt:
         if self.placement is None:
             return
         aborts: list[tuple[routing_pb2.WorkerRef, Awaitable[object]]] = []
-        if self._decoding and not self._asked_to_end:
+        if self._decoding and not self._ended_early:
             worker = self.placement.decode
             aborts.append((worker, self._abort_decode(worker)))
         if self._prefilling:
