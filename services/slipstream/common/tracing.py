@@ -39,6 +39,8 @@ HEADER = "traceparent"
 SPAN = "span"
 """The `kind` of a line that is a span and no interval of work."""
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-01")
+_NUMBERS = re.compile(r"\.([0-9]{1,9})\.([0-9]{1,9})\Z")
+"""At the end of a rollout's id: its attempt, and its index in the group."""
 _SHARES = 1 << 32
 BATCH_SPANS = 64
 PERIOD_S = 0.2
@@ -272,15 +274,15 @@ def trace_id(of: TraceContext | None) -> str:
 
 
 def planned_rollouts(plans: Iterable[batch_pb2.Plan]) -> list[RolloutName]:
-    """The rollouts that plans train, where anything is traced."""
+    """The rollouts that plans train, where anything is traced. Those whose ids are of another form are left out."""
     if not _tracer.share:
         return []
     found: dict[str, RolloutName] = {}
     for planned in (each for plan in plans for batch in plan.micro_batches for each in batch.sequences):
-        if planned.rollout_id not in found:
-            _, attempt, index = planned.rollout_id.rsplit(".", 2)
-            name = RolloutName(planned.group_id, planned.dispatch_version.incarnation, int(attempt), int(index))
-            found[planned.rollout_id] = name
+        if planned.rollout_id in found or (numbers := _NUMBERS.search(planned.rollout_id)) is None:
+            continue
+        attempt, index = map(int, numbers.groups())
+        found[planned.rollout_id] = RolloutName(planned.group_id, planned.dispatch_version.incarnation, attempt, index)
     return list(found.values())
 
 

@@ -151,7 +151,8 @@ def events_of(lines: Lines) -> Iterator[Event]:
 def _processes(lines: Lines) -> Iterator[tuple[str, list[tuple[str, list[Record]]]]]:
     """Processes with their rows, and what is in each: of the rollouts, in the order of their beginning, then of the
     services."""
-    names = {str(r["trace"]): str(r["rollout"]) for records in lines.values() for r in records if "rollout" in r}
+    spans = (record for records in lines.values() for record in records if is_span(record))
+    names = {str(span["trace"]): str(span["rollout"]) for span in spans if "rollout" in span}
     of_rollouts: dict[str, list[Record]] = {trace: [] for trace in names}
     of_services: dict[str, list[Record]] = {}
     for replica, records in sorted(lines.items()):

@@ -158,6 +158,8 @@ def test_the_rollouts_of_plans_are_named_once_however_many_samples_they_have(lin
         batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=part)]) for part in (sequences, sequences[:1])
     ]
     assert tracing.planned_rollouts(plans) == [("train-7", 3, 2, 0), ("train-7", 3, 2, 4)]
+    odd = [batch_pb2.PlannedSequence(rollout_id=name) for name in ("", "odd", "train-7.2.x", "train-7.-1.0")]
+    assert tracing.planned_rollouts([batch_pb2.Plan(micro_batches=[batch_pb2.MicroBatch(sequences=odd)])]) == []
     tracing.use(Tracer("", 0.0))
     assert tracing.planned_rollouts(plans) == []
 

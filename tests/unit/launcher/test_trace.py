@@ -102,6 +102,16 @@ def test_the_life_of_a_rollout_is_in_rows_that_are_called_like_it(run):
     assert rows == {NAME: of_one, f"{NAME} (2)": ["training"], "train-0.1.1": of_one, "train-0.1.1 (2)": ["training"]}
 
 
+def test_a_line_that_is_no_span_is_nobodys_whatever_it_says(run):
+    with (run / "timeline" / "trainer.jsonl").open("a") as file:
+        for more in ({}, {"trace": "e" * 32}):
+            file.write(json.dumps({"kind": "span", "start_s": 13.0, "end_s": 14.0, "rollout": "x.1.0", **more}) + "\n")
+    trace([str(run)])
+    names = {event["args"]["name"] for event in events(run) if event["name"] == "thread_name"}
+    assert "x.1.0" not in names
+    assert NAME in names
+
+
 def test_slices_of_a_row_nest(run):
     trace([str(run)])
     rows: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
