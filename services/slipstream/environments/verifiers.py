@@ -47,6 +47,8 @@ class Verifiers:
                 self.environment = import_callable(config.path, where)(**config.options)
             else:
                 self.environment = verifiers.load_environment(config.id, **config.options)
+        except OSError:  # a hub that is away, say, which is a ValueError as well: another start may find it
+            raise
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             raise ConfigError(f"{where}: verifiers cannot load {config.id or config.path!r}: {error}") from error
         if not isinstance(self.environment, verifiers.Environment):

@@ -181,3 +181,8 @@ def test_what_cannot_be_used_is_refused(fields: dict[str, Any], said: str) -> No
     with pytest.raises(ConfigError, match=r"^environments\.verifiers: ") as caught:
         Verifiers(VerifiersConfig.model_validate({"evaluation_task_count": 0, **fields}), 0)
     assert said in str(caught.value)
+
+
+def test_what_could_not_be_fetched_is_not_refused_since_another_start_may_have_it() -> None:
+    with pytest.raises(FileNotFoundError, match="cannot reach the hub"):
+        environment("from_a_hub_that_is_away")

@@ -163,3 +163,12 @@ def stuck() -> vf.Environment:
 
     rows = [{"question": "begin", "answer": ""}]
     return Stuck(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[lambda completion: 1.0]))
+
+
+def from_a_hub_that_is_away() -> vf.Environment:
+    """What the hub's client raises without a network is both."""
+
+    class Away(FileNotFoundError, ValueError):
+        pass
+
+    raise Away("cannot reach the hub")
