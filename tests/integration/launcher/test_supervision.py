@@ -192,7 +192,7 @@ def test_what_cannot_be_resumed_is_not_restarted(launch):
 
 
 REFUSAL = "import sys; print('error: model/config.json is damaged', file=sys.stderr); sys.exit(2)"
-REFUSES_ON_TERM = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(2)); {SLEEP}"
+REFUSES_ON_TERM = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))"
 
 
 def test_what_was_refused_is_not_tried_again(launch):
@@ -205,10 +205,12 @@ def test_what_was_refused_is_not_tried_again(launch):
     assert launched.events("service_restart") == []
 
 
-def test_the_refusal_of_one_rank_counts_and_not_what_it_did_to_the_others(launch):
-    launched = launch(restart="on_failure", rank_0=SLEEP, rank_1=REFUSES_ON_TERM)
+def test_the_refusal_of_one_rank_counts_and_not_what_it_did_to_the_others(launch, tmp_path):
+    armed = tmp_path / "armed"
+    refuses = f"{REFUSES_ON_TERM}; import pathlib; pathlib.Path({str(armed)!r}).touch(); {SLEEP}"
+    launched = launch(restart="on_failure", rank_0=SLEEP, rank_1=refuses)
     launched.wait_ready()
-    time.sleep(0.3)  # it has its handler
+    wait_until(armed.exists)
     ranks = [psutil.Process(launched.pid(rank)) for rank in ("rank_0", "rank_1")]
     launched.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
     os.kill(ranks[0].pid, signal.SIGKILL)
