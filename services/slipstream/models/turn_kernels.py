@@ -22,9 +22,10 @@ ROWS = 32
 
 
 @triton.jit
-def _turn(
-    x, weight, table, positions, out, rows, eps, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
+def _rows(
+    x, table, positions, rows, eps, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
+    """Where a program's rows lie, which there are, cosines and sines, both halves, and what norms them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, HALF)
     inside = (row < rows)[:, None]
@@ -36,6 +37,15 @@ def _turn(
     one = tl.load(x + spots, mask=inside, other=0.0).to(tl.float32)
     two = tl.load(x + spots + HALF, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(one * one + two * two, 1) / (2 * HALF) + eps)
+    return spots, inside, cos, sin, one, two, scale
+
+
+@triton.jit
+def _turn(
+    x, weight, table, positions, out, rows, eps, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    spots, inside, cos, sin, one, two, scale = _rows(x, table, positions, rows, eps, HEADS, HALF, ROWS)
+    column = tl.arange(0, HALF)
     one = one * scale[:, None] * tl.load(weight + column).to(x.dtype.element_ty).to(tl.float32)[None, :]
     two = two * scale[:, None] * tl.load(weight + HALF + column).to(x.dtype.element_ty).to(tl.float32)[None, :]
     tl.store(out + spots, (one * cos - two * sin).to(out.dtype.element_ty), mask=inside)
@@ -47,17 +57,8 @@ def _turn_back(
     x, weight, table, positions, grads, x_grads, weight_grads, rows, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    spots, inside, cos, sin, one, two, scale = _rows(x, table, positions, rows, eps, HEADS, HALF, ROWS)
     column = tl.arange(0, HALF)
-    inside = (row < rows)[:, None]
-    place = tl.load(positions + row // HEADS, mask=row < rows, other=0)
-    angles = table + place[:, None] * (4 * HALF) + column[None, :]
-    cos = tl.load(angles, mask=inside, other=0.0)
-    sin = tl.load(angles + 2 * HALF, mask=inside, other=0.0)
-    spots = row[:, None] * (2 * HALF) + column[None, :]
-    one = tl.load(x + spots, mask=inside, other=0.0).to(tl.float32)
-    two = tl.load(x + spots + HALF, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(one * one + two * two, 1) / (2 * HALF) + eps)
     one = one * scale[:, None]  # without the weight
     two = two * scale[:, None]
     grad_one = tl.load(grads + spots, mask=inside, other=0.0).to(tl.float32)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chaos
@@ -87,6 +90,18 @@ def test_an_engine_that_had_other_weights_or_kv_than_it_says_is_told_of(tmp_path
     for difference in (0.01, math.nan):
         with pytest.raises(chaos.Lost, match=f"engine and trainer differ by {difference} in step 1, with the same"):
             checked(tmp_path / str(difference), good(), pure_max_abs_diff=difference)
+
+
+def test_a_run_that_ends_before_anything_is_killed_shows_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal" / "journal.jsonl")
+    journal.append("ended", position=0)
+    journal.close()
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(30)
+    run: Any = SimpleNamespace(path=tmp_path, process=process, output="")
+    killing = chaos.Chaos(run, ("router",), POSITIONS, tmp_path / "gate", 0, print)
+    with pytest.raises(chaos.Lost, match="the run ended before anything was killed"):
+        killing.kill_by_clock(60.0)
 
 
 def test_the_ratio_is_that_of_the_minutes_in_which_something_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
