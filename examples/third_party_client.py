@@ -39,7 +39,7 @@ def work(client: Client, environment: str | None, groups: int, samples: int) -> 
         if len(ended) == len(wanted):
             break
     for group in ended.values():
-        print(f"{group.prompt!r}: {group.state} {group.reason} {group.detail}".rstrip())
+        print(f"{group.prompt or '(own prompt)'!r}: {group.state} {group.reason} {group.detail}".rstrip())
         for s in group.samples:
             versions = ", ".join(f"{span.token_count} tokens of {span.version}" for span in s.versions)
             print(f"  {s.text!r}: reward {s.reward:.2f}, {s.finish_reason}, {versions}")

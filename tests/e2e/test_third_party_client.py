@@ -52,7 +52,7 @@ def test_the_example_creates_watches_and_cancels_rollouts_of_a_running_stack(lau
         start = lines.index(f"'held_out {index}\\n': finished")
         for line in lines[start + 1 : start + 4]:
             assert re.fullmatch(r"  ('|\").*('|\"): reward [01]\.\d\d, (stop|length), \d+ tokens of 1\.\d+.*", line)
-    start = lines.index("'': finished")
+    start = lines.index("'(own prompt)': finished")
     assert ": reward 0.00, " in lines[start + 1]
     assert lines[-1] == "cancelled: cancelled, reason CLIENT"
 

@@ -84,7 +84,7 @@ class Attempts:
     def _given_up(self, failure: SlipstreamClientError) -> SlipstreamClientError:
         if not isinstance(failure, Unreachable):
             return failure
-        cause = str(failure).rpartition(": ")[2].rstrip(".)")
+        cause = str(failure).rpartition(": ")[2].rstrip(".)]")
         return Unreachable(
             f"{self._address} cannot be reached: {cause} ({self._count} attempts)", metadata={"address": self._address}
         )

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from slipstream_client.attempts import Attempts
-from slipstream_client.errors import DeadlineExceeded, Draining
+from slipstream_client.errors import DeadlineExceeded, Draining, Unreachable
 from slipstream_client.status import STATUS_KEY, status_bytes
 
 
@@ -48,3 +48,24 @@ def test_a_call_that_was_never_answered_says_so() -> None:
     attempts.answered()
     with pytest.raises(DeadlineExceeded):
         attempts.pause_s(LATE)
+
+
+@pytest.mark.parametrize(
+    ("details", "cause"),
+    [
+        (
+            "errors resolving nowhere:99: [field:hostname lookup error:address lookup failed for nowhere:99: "
+            "Domain name not found]",
+            "Domain name not found",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: "
+            "Failed to connect to remote host: Connection refused",
+            "Connection refused",
+        ),
+    ],
+)
+def test_where_nobody_is_the_last_cause_is_said_without_what_was_around_it(details: str, cause: str) -> None:
+    with pytest.raises(Unreachable) as caught:
+        Attempts("nowhere:99", patience_s=0.0).pause_s(Failed(grpc.StatusCode.UNAVAILABLE, details))
+    assert str(caught.value) == f"nowhere:99 cannot be reached: {cause} (1 attempts)"
