@@ -85,6 +85,7 @@ class Attempts:
         if not isinstance(failure, Unreachable):
             return failure
         cause = str(failure).rpartition(": ")[2].rstrip(".)]")
+        attempts = "1 attempt" if self._count == 1 else f"{self._count} attempts"
         return Unreachable(
-            f"{self._address} cannot be reached: {cause} ({self._count} attempts)", metadata={"address": self._address}
+            f"{self._address} cannot be reached: {cause} ({attempts})", metadata={"address": self._address}
         )

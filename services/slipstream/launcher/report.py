@@ -214,8 +214,8 @@ def run_state(records: RunRecords) -> str:
     states = [str(record.get("state")) for record in records.of_kind("run")]
     if states and states[-1] in ENDED_STATES:
         return states[-1]
-    endings = [record for record in records.launcher if record.get("kind") == "run_ended"]
-    if not endings:
+    endings = [record for record in records.launcher if record.get("kind") in ("run_started", "run_ended")]
+    if not endings or endings[-1]["kind"] == "run_started":
         return "running"
     stopped = endings[-1].get("stopped") or int(endings[-1].get("exit_code", 0)) >= SIGNAL_EXIT_CODE
     return "stopped" if stopped else "failed"

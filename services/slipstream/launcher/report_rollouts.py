@@ -28,7 +28,7 @@ class Extremes:
 
 def extremes_of(rollouts: Iterable[Record]) -> Extremes:
     """One pass over annotated rollouts, which may be many. Of equal ones the latest count more."""
-    best, worst, delayed = _TopOfGroups(_reward), _TopOfGroups(_lowness), _Top(_delay)
+    best, worst, delayed = _TopOfGroups(_reward), _TopOfGroups(_lowness), _TopOfGroups(_delay)
     for record in rollouts:
         if record.get("purpose") == "training":
             for top in (best, worst, delayed):
@@ -117,8 +117,8 @@ def extreme_tables(extremes: Extremes) -> list[tuple[str, str, str]]:
         (
             "The most delayed",
             extremes.delayed,
-            "By the versions behind when they were trained, then by the seconds of their group from its start to its "
-            "scores. Whole: slipstream rollouts --show NAME.",
+            "Of different groups, by the versions behind when they were trained, then by the seconds of their group "
+            "from its start to its scores. Whole: slipstream rollouts --show NAME.",
         ),
     )
     return [(title, _table(records), note) for title, records, note in shown if records]

@@ -99,7 +99,9 @@ def told(resumable: Resumable) -> tuple[int, str]:
             f"{max(sealed, trained)}: the journal's newest part is missing"
         )
     total = read_toml(run.config_file).get("orchestrator", {}).get("total_steps", "?")
-    again = f"; steps {checkpoint + 1} to {trained} are taken once more" if trained > checkpoint else ""
+    first = checkpoint + 1
+    steps = f"step {trained} is" if trained == first else f"steps {first} to {trained} are"
+    again = f"; {steps} taken once more" if trained > checkpoint else ""
     return checkpoint, f"going on from step {checkpoint} of {total}, that of its last checkpoint{again}"
 
 

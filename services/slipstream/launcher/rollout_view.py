@@ -120,12 +120,13 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
         task = f"{record['session_id']}, of an outside agent"
     outcome = str(record.get("outcome"))
     if record.get("step") is not None:
-        outcome += f" at step {record['step']}, {record.get('lag')} versions behind"
+        outcome += f" at step {record['step']}, {_count(record.get('lag'), 'version')} behind"
     verdict = f"{record.get('reward', 0):g}; accuracy counts it as {'right' if record.get('correct') else 'wrong'}"
     verdict += f"; {record['detail']}" if record.get("detail") else ""
     parts = ", ".join(f"{name.removesuffix('_s')} {each:.3f}" for name, each in timings.items() if name != "total_s")
     tokens = f"{record.get('prompt_token_count')} of the prompt ({record.get('cached_token_count', 0)} from a cache), "
-    tokens += f"{record.get('tokens')} sampled in {record.get('turns')} turns, ended by {record.get('finish_reason')}"
+    tokens += f"{record.get('tokens')} sampled in {_count(record.get('turns'), 'turn')}, "
+    tokens += f"ended by {record.get('finish_reason')}"
     tokens += f", cut short: {record['cut']}" if record.get("cut") else ""
     return [
         ("rollout", f"{record.get('rollout')} ({record.get('purpose')})"),
@@ -138,6 +139,10 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("dispatched", f"at {record.get('dispatch_version')}"),
         *([("trace", str(record["trace_id"]))] if record.get("trace_id") else []),
     ]
+
+
+def _count(number: object, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _pieces(record: dict[str, Any], decode: Decode | None) -> list[tuple[str, str | None]]:

@@ -68,4 +68,4 @@ def test_a_call_that_was_never_answered_says_so() -> None:
 def test_where_nobody_is_the_last_cause_is_said_without_what_was_around_it(details: str, cause: str) -> None:
     with pytest.raises(Unreachable) as caught:
         Attempts("nowhere:99", patience_s=0.0).pause_s(Failed(grpc.StatusCode.UNAVAILABLE, details))
-    assert str(caught.value) == f"nowhere:99 cannot be reached: {cause} (1 attempts)"
+    assert str(caught.value) == f"nowhere:99 cannot be reached: {cause} (1 attempt)"

@@ -82,6 +82,7 @@ def test_a_finished_run_tells_when_how_well_and_where(synthetic_run, capsys):
         ({"exit_code": 0, "stopped": True}, "synthetic was stopped at 2027-01-15 08:02:00 UTC: "),
         ({"exit_code": 130, "reason": "stopped by SIGINT"}, "synthetic was stopped at 2027-01-15 08:02:00 UTC: "),
         (None, "synthetic was killed at "),
+        ("gone on", "synthetic was killed at "),
     ],
 )
 def test_a_run_that_did_not_finish_says_how_it_ended(synthetic_run, write_lines, ending, says):
@@ -90,7 +91,10 @@ def test_a_run_that_did_not_finish_says_how_it_ended(synthetic_run, write_lines,
     ]
     (synthetic_run.path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     events = [{"kind": "run_started", "time_s": 1_800_000_000.0}]
-    if ending is not None:
+    if ending == "gone on":  # stopped, resumed and killed
+        events.append({"kind": "run_ended", "time_s": 1_800_000_060.0, "exit_code": 0, "stopped": True})
+        events.append({"kind": "run_started", "time_s": 1_800_000_070.0})
+    elif ending is not None:
         events.append({"kind": "run_ended", "time_s": 1_800_000_120.0, **ending})
     write_lines(synthetic_run.path / "launcher.jsonl", events)
     finished, sentence = ended_run(synthetic_run)

@@ -282,6 +282,16 @@ def test_the_best_are_of_different_groups_and_equal_rewards_have_no_worst():
     assert [record["rollout"] for record in mixed.worst] == ["1.0", "0.0", "1.1", "0.1"]
 
 
+def test_the_most_delayed_are_of_different_groups():
+    delays = {0: (2, 1.0), 1: (1, 9.0), 2: (2, 3.0), 3: (0, 20.0), 4: (1, 2.0)}
+    found = extremes_of(
+        rollout(position, sample, rollout=f"{position}.{sample}", lag=lag, seconds=seconds)
+        for position, (lag, seconds) in delays.items()
+        for sample in range(4)
+    )
+    assert [record["rollout"] for record in found.delayed] == ["2.0", "0.0", "1.0", "4.0"]
+
+
 def test_roles_are_shown_with_their_rewards(run, capsys, write_rollouts):
     roles = [
         {"role": "white", "reward": 1.0, "correct": True},
