@@ -71,6 +71,9 @@ def ended_run(run: RunDir) -> tuple[bool, str]:
         parts.insert(0, reasons[-1])
     report = run.path / "report.html"
     parts.append(f"report: {shown(report)}" if report.exists() else f"no report yet: slipstream report {run.name}")
+    final = any(record.get("state") in ("finished", "stopped") for record in records.of_kind("run"))
+    if not final and records.config.get("trainer", {}).get("checkpoint", {}).get("interval_steps"):
+        parts.append(f"it can go on: slipstream rl --resume {run.name}")
     return figures["state"] == "finished", f"{run.name} {state}{when}: {'; '.join(parts)}"
 
 

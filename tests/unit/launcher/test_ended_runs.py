@@ -100,3 +100,10 @@ def test_a_run_that_did_not_finish_says_how_it_ended(synthetic_run, write_lines,
     finished, sentence = ended_run(synthetic_run)
     assert not finished
     assert sentence.startswith(says)
+    assert "go on" not in sentence, "it writes no checkpoints"
+    with synthetic_run.config_file.open("a") as config:
+        config.write("\n[trainer.checkpoint]\ninterval_steps = 10\n")
+    assert ended_run(synthetic_run)[1] == f"{sentence}; it can go on: slipstream rl --resume synthetic"
+    with (synthetic_run.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "run", "time_s": 1800000100.0, "state": "stopped", "reason": "a client stopped it"}\n')
+    assert "go on" not in ended_run(synthetic_run)[1], "its client ended it for good"
