@@ -67,7 +67,7 @@ class Outcome:
         return brought / expected if expected else 0.0
 
     def standstill_s(self, kill: Kill) -> float:
-        """From a kill to the next step that was trained; to the end of the run where there is none."""
+        """From a kill to the next step that was trained; 0 where none came after it."""
         return min((time_s for time_s in self.step_times_s if time_s > kill.time_s), default=kill.time_s) - kill.time_s
 
 
