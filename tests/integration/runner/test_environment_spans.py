@@ -115,6 +115,7 @@ async def test_a_rollouts_trace_shows_the_environments_calls_and_the_sandbox_bel
             ["environment_close", "score"],
         ])  # fmt: skip
         roots = {span["parent"] for span in mine if span["parent"] not in by_id}
+        assert trace is not None
         assert roots == {trace.span_id}, "what a trace has lies below its root, which the orchestrator writes"
     shared = [chain(span, by_id) for span in files["runner-1-told"] if span["trace"] == tracing.trace_id(group)]
     expected = [["environment_setup", "setup", "run"], ["prepare", "environment_setup", "setup", "run"]]

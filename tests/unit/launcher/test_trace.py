@@ -26,7 +26,7 @@ def span(name: str, number: int, start_s: float, end_s: float, parent: int = 0, 
 
 def lives(trace: str, name: str, first: int) -> dict[str, list[dict[str, Any]]]:
     """A rollout that shared its first turn and took another, by service."""
-    of = {"trace": trace, "rollout": name}
+    of: dict[str, Any] = {"trace": trace, "rollout": name}
     step = [[STEP, "f" * 16]]
     return {
         "orchestrator": [
