@@ -215,7 +215,7 @@ def _refuse(message: str) -> NoReturn:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
 
 

@@ -14,6 +14,7 @@ from openenv.core import GenericEnvClient
 
 from slipstream.environments.base import Context, Score, Split, Task
 from slipstream.environments.config_adapters import OpenEnvConfig
+from slipstream.environments.json_text import read_json
 from slipstream.environments.limits import Limits
 from slipstream.environments.messages import Message, ToolSpec
 from slipstream.environments.tools import Tools
@@ -75,7 +76,7 @@ class OpenEnvEpisode:
         if self._config.action:
             return {self._config.action: text}
         try:
-            action = json.loads(text)
+            action = read_json(text)
         except ValueError:
             action = None
         return action if isinstance(action, dict) else {}

@@ -9,15 +9,18 @@ from typing import Any
 
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.evaluate_results import FILE, open_console, print_figures
+from slipstream.launcher.metrics_records import is_number
 from slipstream.launcher.plot import MOST_RUNS
+from slipstream.launcher.rollout_view import printable
 from slipstream.launcher.rundir import RunDir, find_run, find_services_run, shown
 
 Result = dict[str, Any]
-SHOWN = {
-    *("problems", "unanswered", "failed", "samples", "temperature", "pass_at_k"),
-    *("accuracy", "accuracy_interval", "reward_mean", "reward_interval", "tokens_mean", "truncated_fraction"),
-}
-"""What is read of each environment's figures."""
+NUMBERS = (
+    *("problems", "unanswered", "failed", "samples", "temperature"),
+    *("accuracy", "reward_mean", "tokens_mean", "truncated_fraction"),
+)
+INTERVALS = ("accuracy_interval", "reward_interval")
+"""What is read of each environment's figures, beside `pass_at_k` and `roles`."""
 
 
 def compare(references: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def compare(references: Sequence[str]) -> int:
     console = open_console()
     environments = dict.fromkeys(name for result in results.values() for name in result["environments"])
     for environment in environments:
-        console.print(environment, style="bold", markup=False)
+        console.print(printable(environment), style="bold", markup=False)
         print_figures(
             console,
             {
@@ -71,12 +74,38 @@ def read_result(file: Path) -> Result:
     """The evaluation in a file. Raises `RunDirError`."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirError(f"{file} cannot be read: {reason}") from None
     found = result.get("environments") if isinstance(result, dict) else None
-    if not isinstance(found, dict) or not all(
-        isinstance(each, dict) and each.keys() >= SHOWN for each in found.values()
-    ):
+    if not isinstance(found, dict) or not all(_are_figures(each) for each in found.values()):
         raise RunDirError(f"{file} is no evaluation, or is damaged")
     return result
+
+
+def _are_figures(found: Any) -> bool:
+    """Whether all that is shown is there, of the types that an evaluation writes."""
+    return (
+        isinstance(found, dict)
+        and all(is_number(found.get(name)) for name in NUMBERS)
+        and all(_is_interval(found.get(name)) for name in INTERVALS)
+        and _are_passes(found.get("pass_at_k"))
+        and _are_roles(found.get("roles", {}))
+    )
+
+
+def _is_interval(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(map(is_number, found))
+
+
+def _are_passes(found: Any) -> bool:
+    return isinstance(found, dict) and all(
+        k.isdecimal() and is_number(float(k)) and is_number(value) for k, value in found.items()
+    )
+
+
+def _are_roles(found: Any) -> bool:
+    names = ("answer_count", "accuracy", "reward_mean")
+    return isinstance(found, dict) and all(
+        isinstance(each, dict) and all(is_number(each.get(name)) for name in names) for each in found.values()
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,17 +97,27 @@ def fault_of(record: Record) -> str:
     if missing:
         return f"a record of kind {kind} without {missing[0]}"
     for name, value in record.items():
-        if not (isinstance(value, str) if name in TEXTS else _is_figure(name, value)):
+        if name in TEXTS:
+            fits = isinstance(value, str)
+        else:
+            fits = is_number(value) if name in required else _is_figure(name, value)
+        if not fits:
             return f"{name} is {json.dumps(value)[:40]} in a record of kind {kind}"
     return ""
 
 
 def _is_figure(name: str, value: Any) -> bool:
     if isinstance(value, dict):
-        named = name.endswith("lag_counts")
-        return all(_is_number(each) and (not named or key.isdecimal()) for key, each in value.items())
-    return value is None or _is_number(value)
+        numbered = name.endswith("lag_counts") or name == "pass_at_k"
+        return all(is_number(each) and (not numbered or key.isdecimal()) for key, each in value.items())
+    return not _is_table(name) and (value is None or is_number(value))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _is_table(name: str) -> bool:
+    """Whether figures of this name are numbers by name, always."""
+    return name.endswith("_counts") or "_by_" in name or name == "pass_at_k"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is finite, and no integer beyond all floats."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max

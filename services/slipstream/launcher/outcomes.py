@@ -89,7 +89,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 body, plans, _ = line[9:].partition(b',"plans":')
                 try:
                     record = json.loads(body + b"}" if plans else body)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(record, dict):
                     yield record

@@ -20,6 +20,7 @@ from rich.text import Text
 from slipstream.common.config import ConfigError
 from slipstream.launcher.metrics_records import Record, read_metrics
 from slipstream.launcher.options import take
+from slipstream.launcher.rollout_view import printable
 from slipstream.launcher.rundir import RunDir, find_services_run, shown
 
 USAGE = """\
@@ -111,7 +112,7 @@ def plot(arguments: Sequence[str]) -> int:
     runs = labelled([find_services_run(reference) for reference in options.runs or [None]])
     if LIST in options.names:
         found = (name for run in runs.values() for name in collect(read_metrics(run.path / "metrics.jsonl")))
-        console.print("\n".join(known_metrics(found)))
+        console.print("\n".join(map(printable, known_metrics(found))), markup=False)
         return 0
     if not options.follow:
         console.print(page(runs, options.names))
@@ -276,10 +277,11 @@ def _by_column(points: Points, first: float, last: float, columns: int) -> dict[
 
 
 def _legend(chart: Chart) -> Text:
-    text = Text(chart.title, style="bold")
-    width = len(chart.title)
+    title = printable(chart.title)
+    text = Text(title, style="bold")
+    width = len(title)
     for index, (name, points) in enumerate(chart.series.items()):
-        entry = f"  {MARKS[index % len(MARKS)]} {name} {_number(points[-1][1])}"
+        entry = f"  {MARKS[index % len(MARKS)]} {printable(name)} {_number(points[-1][1])}"
         if width + len(entry) > WIDTH:
             text.append("\n")
             width = 0

@@ -11,7 +11,7 @@ from slipstream.common.disk import with_older
 from slipstream.common.tracing import SPAN
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.intervals import Interval
-from slipstream.launcher.metrics_records import Record, read_json_lines, read_metrics
+from slipstream.launcher.metrics_records import Record, is_number, read_json_lines, read_metrics
 from slipstream.launcher.rollout_files import EVALUATIONS, read_rollouts
 from slipstream.launcher.rundir import RunDir
 
@@ -26,6 +26,22 @@ def is_span(record: Record) -> bool:
     return "trace" in record and "span" in record
 
 
+def read_replica(path: Path) -> list[Record]:
+    """A replica's timeline, oldest first, without lines that no service writes."""
+    return [record for record in read_all(path) if _is_timed(record)]
+
+
+def _is_timed(record: Record) -> bool:
+    """Whether a line has a beginning and an end, and what says where it belongs is of the types that services write."""
+    links = record.get("links", [])
+    return (
+        all(is_number(record.get(name)) for name in ("start_s", "end_s"))
+        and all(isinstance(record.get(name, ""), str) for name in ("trace", "span", "parent", "rollout"))
+        and isinstance(links, list)
+        and all(isinstance(link, list) and [type(each) for each in link] == [str, str] for link in links)
+    )
+
+
 def read_timeline(directory: Path) -> tuple[dict[str, list[Record]], dict[str, list[Record]]]:
     """Intervals of work, and spans of traces, by replica; a line may be both.
 
@@ -35,7 +51,7 @@ def read_timeline(directory: Path) -> tuple[dict[str, list[Record]], dict[str, l
     spans: dict[str, list[Record]] = {}
     known_since_s = 0.0
     for path in sorted(directory.glob("*.jsonl")):
-        lines = [record for record in read_all(path) if "end_s" in record]
+        lines = read_replica(path)
         if of_traces := [record for record in lines if is_span(record)]:
             spans[path.stem] = of_traces
         records = [record for record in lines if record.get("kind") != SPAN]

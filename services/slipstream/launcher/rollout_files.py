@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.common.compressed_lines import SUFFIX, read_compressed
 from slipstream.common.disk import with_older
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.metrics_records import is_number
 
 EVALUATIONS = f"*.evaluation{SUFFIX}"
 
@@ -62,7 +63,7 @@ def is_rollout(record: dict[str, Any]) -> bool:
         return False
     numbers = [record.get(name, 0) for name in ("time_s", "reward", "turns", "attempt")]
     numbers += [*timings.values(), *(role.get("reward", 0) for role in roles)]
-    return all(isinstance(each, int | float) for each in numbers) and all(
+    return all(map(is_number, numbers)) and all(
         _are_pairs(sample.get(name, [])) for sample in (record, *further) for name in ("versions", "loss_ranges")
     )
 
@@ -74,7 +75,7 @@ def _are_tables(found: Any) -> bool:
 def _are_pairs(found: Any) -> bool:
     """Lists of a number and what goes with it."""
     return isinstance(found, list) and all(
-        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in found
+        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) and is_number(each[0]) for each in found
     )
 
 

@@ -27,7 +27,7 @@ GAP = 2
 LEAST_ANSWER = 24
 CONTEXT_TOKENS = 4
 """Before a piece of text, as decoders may write the first token of a text differently."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 Decode = Callable[[Sequence[int]], str]
 

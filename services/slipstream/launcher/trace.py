@@ -17,7 +17,8 @@ from typing import Any
 from slipstream.common.config import ConfigError
 from slipstream.common.disk import full_disk_named
 from slipstream.common.tracing import SPAN
-from slipstream.launcher.records import Record, is_span, read_all
+from slipstream.launcher.metrics_records import is_number
+from slipstream.launcher.records import Record, is_span, read_replica
 from slipstream.launcher.rundir import RunDir, find_services_run, shown
 
 USAGE = """\
@@ -61,7 +62,7 @@ def trace(arguments: Sequence[str]) -> int:
 
 def read_lines(run: RunDir) -> dict[str, list[Record]]:
     """All that the services of a run wrote."""
-    return {file.stem: _timed(read_all(file)) for file in sorted((run.path / "timeline").glob("*.jsonl"))}
+    return {file.stem: read_replica(file) for file in sorted((run.path / "timeline").glob("*.jsonl"))}
 
 
 def traces_of(lines: Lines) -> set[str]:
@@ -105,10 +106,6 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, tuple[str, str] | None
         else:
             reference = argument
     return reference, wanted
-
-
-def _timed(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if all(isinstance(r.get(name), int | float) for name in ("start_s", "end_s"))]
 
 
 def write_events(path: Path, events: Iterator[Event]) -> int:
@@ -195,8 +192,13 @@ def _slice(record: Record, process: int, row: int, start_s: float) -> Event:
         "tid": row,
         "ts": begin_us,
         "dur": max(round(end_us - begin_us, 1), 0.0),
-        "args": {name: value for name, value in record.items() if name not in HIDDEN},
+        "args": {name: _shown(value) for name, value in record.items() if name not in HIDDEN},
     }
+
+
+def _shown(value: Any) -> Any:
+    """JSON has no number that is not finite."""
+    return str(value) if isinstance(value, float) and not is_number(value) else value
 
 
 def _in_lanes(records: Sequence[Record]) -> Iterator[tuple[Record, int]]:

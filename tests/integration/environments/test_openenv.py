@@ -47,6 +47,14 @@ async def test_the_model_may_write_whole_actions_and_see_whole_observations(url:
     assert played.score.reward == 3.0
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"message": NaN}', r'{"message": "\ud800"}', '{"message": 1' + "0" * 5000]
+)
+async def test_what_is_no_action_is_an_empty_one(url: str, text: str) -> None:
+    with pytest.raises(RuntimeError, match="Server error"):  # it wants a message
+        await play(environment(url, action=""), says(text), max_turns=1)
+
+
 async def test_sessions_do_not_see_each_other(url: str) -> None:
     theirs = environment(url, observation="echo")
     played = await asyncio.gather(*(play(theirs, says(text)) for text in ("x", "yy", "zzz")))

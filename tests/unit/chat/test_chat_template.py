@@ -145,6 +145,9 @@ def test_a_model_directory_without_a_template_is_refused(tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[0].content }}!")
     assert ChatTemplate.load(tmp_path, own).prompt([{"role": "user", "content": "x"}]) == "x!"
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is no JSON"):
+        ChatTemplate.load(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
         ChatTemplate.load(tmp_path)

@@ -105,7 +105,7 @@ def test_an_environment_with_too_few_problems_says_so():
         environment(evaluation_task_count=5000).task("train", 0)
 
 
-@pytest.mark.parametrize("options", ["{bad", "[1]"])
+@pytest.mark.parametrize("options", ["{bad", "[1]", "[" * 100_000], ids=["bad", "a list", "deep"])
 def test_options_that_are_no_json_object_are_told(tmp_path, capsys, options):
     with pytest.raises(SystemExit) as ended:
         run(["chain_sum", str(tmp_path / "x.jsonl"), "--options", options])

@@ -16,6 +16,24 @@ DAMAGED = {
     "a text by name": ({"kind": "step", "time_s": 1.0, "step": 3, "reward_by_environment": {"a": "b"}}, "reward_by_"),
     "a lag that is none": ({"kind": "step", "time_s": 1.0, "step": 3, "lag_counts": {"x": 1}}, "lag_counts"),
     "number for a text": ({"kind": "run", "time_s": 1.0, "state": 3}, "state is 3"),
+    "more than a float": ({"kind": "step", "time_s": 1.0, "step": 3, "loss": 10**400}, "loss is 1000"),
+    "a table for a number": (
+        {"kind": "evaluation", "name": "e", "environment": "w", "step": 3, "accuracy": {}, "count": 3},
+        "accuracy is {}",
+    ),
+    "a number for a table": ({"kind": "step", "time_s": 1.0, "step": 3, "reward_by_role": 0.5}, "reward_by_role is 0"),
+    "no pass@k": (
+        {
+            "kind": "evaluation",
+            "name": "e",
+            "environment": "w",
+            "step": 3,
+            "accuracy": 1.0,
+            "count": 3,
+            "pass_at_k": None,
+        },
+        "pass_at_k is null",
+    ),
     "no kind": ({"time_s": 1.0}, "it has no kind"),
     "not finite": ({"kind": "step", "time_s": float("nan"), "step": 3}, "time_s is NaN"),
 }

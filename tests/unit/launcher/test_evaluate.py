@@ -235,6 +235,28 @@ def test_evaluations_are_compared_by_the_names_of_their_runs(run, capsys):
 
 
 @pytest.mark.parametrize(
+    "strange",
+    [{"problems": None}, {"accuracy": "all"}, {"temperature": float("nan")}, {"tokens_mean": 10**400},
+     {"accuracy_interval": [0.1]}, {"reward_interval": [None, 1.0]}, {"pass_at_k": None}, {"pass_at_k": {"a": 0.5}},
+     {"pass_at_k": {"1": float("nan"), "2": 0.5}}, {"roles": None}, {"roles": {"white": {}}}],
+    ids=str,
+)  # fmt: skip
+def test_an_evaluation_of_other_types_is_told_in_one_line(run, capsys, strange):
+    result = result_of({"of": "ended"}, {"words": answered(3, 10)}, seed=1)
+    path = write_result(result, run / "evaluations" / "1").with_suffix(".json")
+    assert compared(capsys, "ended")[0] == 0
+    result["environments"]["words"] |= strange
+    path.write_text(json.dumps(result))
+    assert compared(capsys, "ended") == (
+        2,
+        f"error: {run / 'evaluations/1/evaluation.json'} is no evaluation, or is damaged\n",
+    )
+    path.write_text("[" * 100_000)
+    code, text = compared(capsys, "ended")
+    assert (code, text.count("\n")) == (2, 1), text
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("ended",), "ended has no evaluation; slipstream eval ended makes one"),

@@ -310,6 +310,32 @@ def test_roles_are_shown_with_their_rewards(run, capsys, write_rollouts):
     assert "as white 1<br>" in (run / "report.html").read_text()
 
 
+@pytest.mark.parametrize("options", [(), ("--sort", "-tokens"), ("--step", "0:", "--reward", "0:1")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("attempt", float("nan")), ("attempt", float("inf")), ("reward", 10**400), ("time_s", 10**400),
+     ("versions", [[10**400, "1.0"]])],
+)  # fmt: skip
+def test_a_number_that_is_none_is_of_no_rollout(run, capsys, write_rollouts, field, value, options):
+    write_rollouts(run / "rollouts" / "runner-2.jsonl.zst", [rollout(8, **{field: value})])
+    code, out, err = shown(capsys, *options)
+    assert (code, "train-8" in out) == (0, False)
+    assert "note: 1 record is of no rollout, and left out" in err
+
+
+def test_half_a_character_is_written_out(run, capfd, write_rollouts):
+    half = rollout(8, completion="nu\ud800s", detail="\udfff", environment="sp\ud800")
+    half.pop("token_ids")
+    write_rollouts(run / "rollouts" / "runner-2.jsonl.zst", [half])
+    code, out, err = shown(capfd)
+    assert code == 0, err
+    assert r"nu\xd800s" in out
+    code, out, err = shown(capfd, "--show", "train-8.1.0")
+    assert code == 0, err
+    assert r"nu\xd800s" in out
+    assert r"\xdfff" in out
+
+
 def test_what_cannot_be_read_is_left_out_and_told(run, capsys, write_rollouts):
     path = run / "rollouts" / "runner-1.jsonl.zst"
     whole = path.read_bytes()

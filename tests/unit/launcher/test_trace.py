@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.config import ConfigError
+from slipstream.launcher.report import write_report
+from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.trace import events_of, trace, write_events
 
 TRACE, STEP, ROLLOUT, SIBLING = "a" * 32, "b" * 32, "c" * 32, "d" * 32
@@ -134,6 +136,35 @@ def test_arrows_lead_to_who_answered_and_to_what_is_linked_and_never_back_in_tim
     assert sorted(arrows.values()) == sorted(
         [["group", "turn"], ["turn", "Decode"], ["rollout", "train_step"], *links]
     )  # fmt: skip
+
+
+STRANGE: list[dict[str, Any]] = [
+    {"start_s": float("nan")}, {"end_s": float("inf")}, {"start_s": 10**400}, {"start_s": None}, {"end_s": "late"},
+    {"trace": []}, {"trace": None}, {"span": 3}, {"parent": {}}, {"rollout": 7},
+    {"links": None}, {"links": [1]}, {"links": [["a"]]}, {"links": [[[], "b"]]}, {"links": "ab"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [(), ("--rollout", NAME), ("--group", "train-0")])
+@pytest.mark.parametrize("strange", STRANGE, ids=json.dumps)
+def test_a_line_that_no_service_writes_is_left_out(run, strange, of):
+    trace([str(run), *of])
+    before = events(run)
+    with (run / "timeline" / "trainer.jsonl").open("a") as file:
+        line = span("strange", 99, 13.1, 13.2, rollout=NAME, group_id="train-0", links=[[TRACE, f"{1:016x}"]])
+        file.write(json.dumps({**line, **strange}) + "\n")
+    trace([str(run), *of])
+    assert events(run) == before
+    assert write_report(RunDir(run)).exists()
+
+
+def test_a_rollouts_name_without_a_trace_and_a_figure_that_is_none_make_a_file(run):
+    with (run / "timeline" / "trainer.jsonl").open("a") as file:
+        line = {"kind": "odd", "start_s": 13.1, "end_s": 13.2, "rollout": NAME, "loss": float("nan")}
+        file.write(json.dumps(line) + "\n")
+    trace([str(run)])
+    (odd,) = (event for event in events(run) if event["name"] == "odd")
+    assert odd["args"] == {"rollout": NAME, "loss": "nan"}
 
 
 def test_a_group_can_be_asked_for_alone(run):
