@@ -130,6 +130,6 @@ async def test_a_worker_whose_vllm_is_gone_ends_with_a_reason(worker):
     for engine in engines:
         os.kill(engine, signal.SIGKILL)
     assert await asyncio.to_thread(worker.process.wait, 60) == 1
-    assert "vLLM's process has ended" in worker.log.read_text()
+    assert "vLLM's process was killed by SIGKILL" in worker.log.read_text()
     left = [each.name for each in Path("/dev/shm").iterdir() if f"-{worker.process.pid}-" in each.name]
     assert not left, "vLLM leaves behind what its ranks shared"

@@ -60,9 +60,11 @@ class VllmJudge:
         sockets = SocketDirectory()
         # The newer runner reads the log-probabilities of prompts elsewhere.
         set_environment(sockets.path, {"OMP_NUM_THREADS": str(torch_threads), "VLLM_USE_V2_MODEL_RUNNER": "0"})
+        from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        envs.disable_envs_cache()  # of an engine that was started before in this process
         set_up(sockets.path, torch_threads, nixl=False)
         engine_config = AsyncEngineArgs(
             model=str(model_dir),
