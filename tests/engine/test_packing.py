@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engine.vllm.packing import MOST_ROWS, PACKED, pack, unpack
+from slipstream.engine.vllm.packing import MOST_ROWS, pack, unpack
 
 
 def routes_of(seed: int, rows: int, dtype: type = np.uint8) -> np.ndarray:
@@ -84,7 +84,7 @@ def test_each_request_gets_its_own_back():
     came = sent(outputs)
     unpack(came)
     assert_all_came(came, MIXED)
-    assert PACKED not in came.scheduler_stats.kv_connector_stats
+    assert came.scheduler_stats.kv_connector_stats is None, "as it was: NIXL's metrics fail at an empty one"
 
 
 def test_routes_of_more_than_256_experts_keep_their_dtype():

@@ -46,6 +46,7 @@ def unpack(outputs: Any) -> None:
     if stats is None or not stats.kv_connector_stats:
         return
     packed = stats.kv_connector_stats.pop(PACKED, None)
+    stats.kv_connector_stats = stats.kv_connector_stats or None  # vLLM's metrics take an empty one for a connector's
     if packed is None:
         return
     routes, logprobs = packed
