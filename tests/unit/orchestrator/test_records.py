@@ -21,7 +21,7 @@ versions = st.builds(
     incarnation=st.integers(0, 3) | st.just(2**62),
     step=st.integers(0, 101) | st.just(2**62),
 )
-names, rewards = st.sampled_from(["", "white", "black"]), st.sampled_from([0.0, -1.0, 1e31])
+names, rewards = st.sampled_from(["white", "black"]), st.sampled_from([0.0, -1.0, 1e31])
 records = st.builds(
     runner_pb2.RolloutRecord,
     sample_index=st.integers(0, 5),
@@ -34,7 +34,7 @@ records = st.builds(
     ),
     token_ids=st.builds(types_pb2.RowsRef, dtype=st.sampled_from(["int32", "uint8"])),
     logprobs=st.builds(types_pb2.RowsRef, dtype=st.sampled_from(["float32", "int32"])),
-    role=names,
+    role=names | st.just(""),
     role_rewards=st.lists(st.builds(runner_pb2.RoleReward, role=names, reward=rewards), max_size=2),
 )
 
