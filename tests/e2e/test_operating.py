@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(240, func_only=False)
 
 REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
 MANY_STEPS = ("--orchestrator.total-steps", "100000")
-METRICS_DEADLINE_S = 30
+METRICS_DEADLINE_S = SERVING_DEADLINE_S = 30
 EVERYWHERE = ("slipstream_event_loop_lag_seconds_count", "process_resident_memory_bytes", "slipstream_rpcs_total")
 WORKING = (
     ("orchestrator", "slipstream_orchestrator_steps_sealed_total"),
@@ -55,15 +55,7 @@ def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
     interrupted.wait_up()
     asked.wait_step(2)
 
-    shown = asked.slipstream("status", "asked")
-    assert shown.returncode == 0, shown.stdout + shown.stderr
-    rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line.split()[:1]}
-    assert rows.keys() >= set(REPLICAS)
-    for replica in ("orchestrator", "trainer", "prefill-1", "decode-1"):
-        assert " 1." in rows[replica]  # the version
-    for replica in ("prefill-1", "decode-1"):
-        assert "blocks" in rows[replica]
-        assert " serving " in rows[replica]
+    rows = shown_in_full(asked)
     assert "training, step" in rows["orchestrator"]
     assert f"{asked.process.pid}" == (asked.path / "launcher.lock").read_text()
 
@@ -140,6 +132,21 @@ def run_with(replica: str, finished) -> RunProcess:
     return finished.bounded if replica == "prefill-1" else finished.synchronous
 
 
+def shown_in_full(run) -> dict[str, str]:
+    """The lines of `status` by replica, once all are there: a worker may be at an update, an answer may come late."""
+    deadline = time.monotonic() + SERVING_DEADLINE_S
+    while True:
+        shown = run.slipstream("status", run.path.name)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line.split()[:1]}
+        assert rows.keys() >= set(REPLICAS)
+        versions = all(" 1." in rows[replica] for replica in ("orchestrator", "trainer", "prefill-1", "decode-1"))
+        serving = all(" serving " in rows[replica] for replica in ("prefill-1", "decode-1"))
+        if versions and serving and all("blocks" in rows[replica] for replica in ("prefill-1", "decode-1")):
+            return rows
+        assert time.monotonic() < deadline, shown.stdout
+
+
 def check_metrics(run) -> None:
     """Every service serves its own metrics where Prometheus is told to look, and they say that the run goes on."""
     targets = json.loads((run.path / "prometheus_targets.json").read_text())
@@ -157,15 +164,15 @@ def check_metrics(run) -> None:
     assert not awaited
 
 
-def scrape(address: str) -> dict[str, float]:
-    """Samples by name, labels summed up."""
+def scrape(address: str) -> Counter[str]:
+    """Samples by name, labels summed up; 0 of what nothing was counted of yet."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     sums: Counter[str] = Counter()
     for family in families:
         for sample in family.samples:
             sums[sample.name] += sample.value  # pyright: ignore[reportArgumentType]
-    return dict(sums)
+    return sums
 
 
 async def check(address: str, token: str | None, service: subprocess.Popen[bytes]) -> None:

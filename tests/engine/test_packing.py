@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
+from slipstream.engine.vllm.launch import set_environment
 from slipstream.engine.vllm.packing import MOST_ROWS, pack, unpack
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM is imported here, perhaps before an engine is started, and reads this then."""
+    set_environment(tmp_path_factory.mktemp("sockets"), {})
 
 
 def routes_of(seed: int, rows: int, dtype: type = np.uint8) -> np.ndarray:

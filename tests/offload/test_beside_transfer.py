@@ -41,6 +41,14 @@ async def computed(prefiller: Offloading, prompt: list[int], salt: str, name: st
     return prefiller.engine.lease_kv(name), result.cached_token_count
 
 
+async def test_figures_of_both_can_be_logged_by_vllm(pools):
+    from slipstream.engine.vllm.offload.beside import TransferAndOffload
+
+    stats = TransferAndOffload.build_kv_connector_stats({"NixlConnector": {}, "OffloadConnector": {}})
+    assert stats is not None
+    assert stats.reduce().keys() == {"NixlConnector", "OffloadConnector"}
+
+
 async def test_an_evicted_prefix_comes_back_at_the_prefill_worker_and_is_sent_on(pools):
     prefiller, decoder = pools
     salt, prompt = new_salt(), prompt_of(LONG, 1)

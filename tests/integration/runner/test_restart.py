@@ -59,6 +59,7 @@ async def test_an_unfinished_group_goes_on_after_a_restart_under_names_of_its_ow
 
 async def test_the_router_hears_once_of_each_start_of_a_runner_and_who_holds_what_it_places(world: Any) -> None:
     await world.report(await world.give())
+    await world.until(lambda: len(world.router.began) == 1)
     await world.restart()
     await world.report(await world.give())
     await world.until(lambda: len(world.router.began) == 2)

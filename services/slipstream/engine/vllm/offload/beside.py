@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from slipstream.engine.vllm.offload.connector import OffloadConnector
 
 _TRANSFER, _OFFLOAD = 0, 1
 """Places of the two in vLLM's options."""
+
+# By its name vLLM finds whose figures it logs, where it logs them: with VLLM_LOGGING_LEVEL=INFO.
+KVConnectorFactory.register_connector(OffloadConnector.__name__, OffloadConnector.__module__, OffloadConnector.__name__)
 
 
 def beside(transfer: dict[str, Any], offload: dict[str, Any]) -> dict[str, Any]:
