@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counted import Counted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,19 +128,6 @@ async def test_the_oldest_segments_go_once_their_positions_have_ended(tmp_path: 
         assert sum(file.stat().st_size for file in segments(bounded.path)) <= limit_bytes + 200
     bounded.close()
     assert 0 < read_journal(bounded.path).records[0]["n"] < 1200
-
-
-class Counted:
-    """Sums up how many records there are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        self.count += 1
-
-    def fields(self) -> dict[str, Any]:
-        return {"count": self.count}
 
 
 async def test_each_segment_begins_with_a_summary_of_those_before_it(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counted import Counted
 
 from slipstream.common.errors import JournalCorrupt
 from slipstream.orchestrator.journal import Journal, read_journal, segments
@@ -56,19 +57,6 @@ class Kills:
             return str(os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else of).startswith(self._directory)
         except OSError:
             return False
-
-
-class Counted:
-    """Sums up how many records there are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        self.count += 1
-
-    def fields(self) -> dict[str, Any]:
-        return {"count": self.count}
 
 
 async def write_until_killed(path: Path) -> list[int]:
