@@ -273,6 +273,11 @@ def trace_id(of: TraceContext | None) -> str:
     return "" if of is None else of.trace_id
 
 
+def rollout_id(group_id: str, attempt: int, index: int) -> str:
+    """What a rollout is called by whoever reports, plans or traces it."""
+    return f"{group_id}.{attempt}.{index}"
+
+
 def planned_rollouts(plans: Iterable[batch_pb2.Plan]) -> list[RolloutName]:
     """The rollouts that plans train, where anything is traced. Those whose ids are of another form are left out."""
     if not _tracer.share:

@@ -60,7 +60,7 @@ class GroupTraces:
         tracing.record_between("group", group, *between, root=True, links=links, outcome=outcome, **said)
         for index, of_rollout in outcomes.items():
             tracing.record_between("rollout", traces[index], *between, root=True, links=[group],
-                                   rollout=f"{key[0]}.{key[1]}.{index}", outcome=of_rollout, **said)  # fmt: skip
+                                   rollout=tracing.rollout_id(*key, index), outcome=of_rollout, **said)  # fmt: skip
         if outcome == FINISHED and assignment.purpose == TRAINING:
             self._note(key, now)
 
@@ -87,7 +87,7 @@ class GroupTraces:
             tracing.record_between(name, tracing.group_trace(*group), since.unix_s, ends[group].unix_s, **said)
         for each in rollouts:
             between = groups[each[:3]].unix_s, ends[each[:3]].unix_s
-            rollout_id = f"{each.group_id}.{each.attempt}.{each.sample_index}"
+            rollout_id = tracing.rollout_id(each.group_id, each.attempt, each.sample_index)
             tracing.record_between(name, tracing.rollout_trace(*each), *between, rollout=rollout_id, **said)
         for (group_id, _, attempt), end in ends.items():
             self._note((group_id, attempt), end)

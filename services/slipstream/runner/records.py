@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.api.rollout.v1 import runner_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common import tracing
 from slipstream.runner.attempt import attempt_name
 from slipstream.runner.envclient import ScoredSample
 from slipstream.runner.rollout import Rollout
@@ -54,7 +55,7 @@ class Recorder:
         key = f"{attempt_name(assignment)}.{finished.index}"
         first, *further = finished.samples
         return runner_pb2.RolloutRecord(
-            rollout_id=f"{assignment.group_id}.{assignment.attempt}.{finished.index}",
+            rollout_id=tracing.rollout_id(assignment.group_id, assignment.attempt, finished.index),
             sample_index=finished.index,
             trace_id=trace_id(assignment, finished.index),
             reward=finished.score.reward,

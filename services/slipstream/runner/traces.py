@@ -30,7 +30,9 @@ class AttemptTraces:
 
     def rollout_id(self, index: int) -> str:
         """Of the rollout that a sample is of."""
-        return f"{self._assignment.group_id}.{self._assignment.attempt}.{index % self._assignment.sample_count}"
+        return tracing.rollout_id(
+            self._assignment.group_id, self._assignment.attempt, index % self._assignment.sample_count
+        )
 
     def span(self, name: str, indexes: Iterable[int], **attributes: Any) -> AbstractContextManager[tracing.Opened]:
         """A block of work for these rollouts."""
