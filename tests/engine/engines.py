@@ -25,6 +25,8 @@ from slipstream.models.registry import load_sizes
 FIRST = PolicyVersion(1, 0)
 """What an engine under test serves at first."""
 EMBEDDED_BLOCK_TOKENS = 8
+START_TIMEOUT_S = 150.0
+"""Of vLLM, on a busy machine."""
 TRANSFER_TIMEOUT_S = 4.0
 """For KV to come by a connector."""
 SILENCE_S = 1.0
@@ -129,7 +131,7 @@ class Vllm:
         """A GPU adds up in another order; two bytes hold three digits, and near-ties are routed otherwise."""
         return (1e-5 if self.device == "cpu" else 1e-4) if self.dtype == "float32" else 0.25
 
-    def new(self, model_dir: Path, limits: Limits) -> VllmEngine:
+    def new(self, model_dir: Path, limits: Limits, start_timeout_s: float = START_TIMEOUT_S) -> VllmEngine:
         """One to be started."""
         config = VllmConfig(
             device=self.device,
@@ -143,6 +145,7 @@ class Vllm:
             transfer_ttl_s=limits.transfer_ttl_s,
             transfer_timeout_s=TRANSFER_TIMEOUT_S,
             connector=self.connector,
+            start_timeout_s=start_timeout_s,
             side_channel_port=self.side_channel_port,
         )
         return VllmEngine(model_dir, load_sizes(model_dir), config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from slipstream.common.errors import RequestAborted
+from slipstream.common.exits import ServiceFailed
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.pulse import ASK_INTERVAL_S
 from slipstream.engine.vllm import launch
@@ -27,6 +30,8 @@ ENDS_S = 30.0
 """Of a busy machine: whoever notices nothing waits as long as the engine stands still."""
 DEATH_TOLD_S = 30.0
 DIES_S = 0.5
+START_S = 40.0
+"""More than a start takes on a busy machine."""
 
 
 def stop_and_kill(llm: Any) -> None:
@@ -115,6 +120,50 @@ async def test_a_start_ends_with_the_engines_process(build: Factory, monkeypatch
     with pytest.raises(CoreEnded, match="was killed by SIGKILL"):
         async with asyncio.timeout(None) as deadline:
             await engine.start()
+    assert left_behind() == before
+
+
+def stand_still(*asked: Any, **named: Any) -> None:
+    """What vLLM's process does instead of starting."""
+    time.sleep(120)
+
+
+@pytest.mark.filterwarnings("ignore:.*Context.__del__:pytest.PytestUnraisableExceptionWarning")
+async def test_a_start_that_stands_still_ends_within_its_limit_and_says_where(
+    build: Factory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    if not isinstance(build.kind, Vllm) or build.kind.device != "cpu":  # elsewhere it is spawned, and starts after all
+        return
+    from vllm.v1.engine.core import EngineCoreProc
+
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", stand_still)
+    before, processes = left_behind(), multiprocessing.active_children()
+    engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=2.0)
+    began_s = time.monotonic()
+    with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s = 2 s"):
+        await engine.start()
+    assert time.monotonic() - began_s < ENDS_S
+    del engine
+    gc.collect()  # vLLM leaves the context of its sockets open where it does not start
+    assert "in stand_still" in capfd.readouterr().err
+    assert (left_behind(), multiprocessing.active_children()) == (before, processes)
+
+
+async def test_a_start_ends_where_vllm_is_up_and_never_answers(build: Factory, monkeypatch: pytest.MonkeyPatch):
+    if not isinstance(build.kind, Vllm):
+        return
+    original, before = launch.launch, left_behind()
+
+    def launched(*asked: Any) -> Any:
+        llm = original(*asked)
+        (core,) = llm.engine_core.resources.engine_manager.processes
+        os.kill(core.pid, signal.SIGSTOP)
+        return llm
+
+    monkeypatch.setattr(launch, "launch", launched)
+    engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=START_S)
+    with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s"):
+        await engine.start()
     assert left_behind() == before
 
 

@@ -17,7 +17,7 @@ from slipstream.engine.vllm.offload.config import NativeOffloadConfig
 from slipstream.models.checkpoint import load_model, save_model, to_hf
 from slipstream.models.registry import load_sizes
 from tests.engine.bench import Bench, prompt_of
-from tests.engine.engines import CHUNK_TOKENS, FIRST, Vllm
+from tests.engine.engines import CHUNK_TOKENS, FIRST, START_TIMEOUT_S, Vllm
 from tests.engine.oracle import weights
 
 BLOCKS = 20
@@ -60,6 +60,7 @@ async def offloading(
         max_prefill_tokens=CHUNK_TOKENS,
         offload=offload,
         connector=connector,
+        start_timeout_s=START_TIMEOUT_S,
     )
     engine = VllmEngine(model_dir, sizes, config, RUN)
     await engine.start()

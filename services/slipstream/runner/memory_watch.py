@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
 from pathlib import Path
+
+from slipstream.common.processes import with_children
 
 _PAGE_BYTES = resource.getpagesize()
 _PROC = Path("/proc")
@@ -16,7 +17,7 @@ def held_bytes(pid: int, limit_bytes: int) -> int:
 
     Pages that several of them share count once, but that is looked at only where it may matter: above `limit_bytes`.
     """
-    pids = list(_with_children(pid))
+    pids = list(with_children(pid))
     resident = sum(_resident(each) for each in pids)
     return resident if resident <= limit_bytes or len(pids) == 1 else sum(_share(each) for each in pids)
 
@@ -26,21 +27,6 @@ def bound_data(limit_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = 2 * limit_bytes + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _with_children(pid: int) -> Iterator[int]:
-    yield pid
-    try:
-        tasks = list((_PROC / str(pid) / "task").iterdir())
-    except OSError:  # it ended
-        return
-    for task in tasks:
-        try:
-            children = (task / "children").read_text().split()
-        except OSError:
-            continue
-        for child in children:
-            yield from _with_children(int(child))
 
 
 def _resident(pid: int) -> int:

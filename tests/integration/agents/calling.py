@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
+from tests.engine.engines import START_TIMEOUT_S
 from tests.integration.workers.kinds import Vllm
 from tests.unit.chat.conversations import END, START, TOOLS_TEMPLATE
 
@@ -116,5 +117,11 @@ class Callers(Vllm):
     def build(self, model_dir: Path, sizes: MoeConfig, config: Any) -> Any:
         from slipstream.engine.vllm.engine import VllmEngine
 
-        default = VllmConfig(block_count=512, max_running_samples=16, max_prefill_tokens=1024, connector="nixl")
+        default = VllmConfig(
+            block_count=512,
+            max_running_samples=16,
+            max_prefill_tokens=1024,
+            connector="nixl",
+            start_timeout_s=START_TIMEOUT_S,
+        )
         return VllmEngine(model_dir, sizes, config or default)

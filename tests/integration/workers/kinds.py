@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from slipstream.engine.embedded.config import EmbeddedConfig
 from slipstream.engine.vllm.config import VllmConfig
 from slipstream.models.qwen3_moe.config import MoeConfig
+from tests.engine.engines import START_TIMEOUT_S
 
 BLOCK_TOKENS = 4
 TRANSFER_TTL_S = 60.0
@@ -54,7 +55,13 @@ class Vllm:
         return VllmEngine(
             model_dir,
             sizes,
-            VllmConfig(block_count=128, max_running_samples=16, max_prefill_tokens=64, connector="nixl"),
+            VllmConfig(
+                block_count=128,
+                max_running_samples=16,
+                max_prefill_tokens=64,
+                connector="nixl",
+                start_timeout_s=START_TIMEOUT_S,
+            ),
         )
 
 

@@ -282,6 +282,81 @@ time.sleep(60)
             os.kill(other, signal.SIGKILL)
 
 
+def test_what_starts_in_time_lives_on_and_its_garbage_is_not_collected_by_what_is_forked():
+    code = """
+import gc, multiprocessing, sys, time
+from slipstream.engine.vllm.starting import starting
+
+class Connection:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        print("closed in", multiprocessing.current_process().name, flush=True)
+
+def child():
+    gc.collect()
+    time.sleep(1)
+
+context = multiprocessing.get_context("fork")
+gc.disable()
+Connection()
+with starting(1, limit_s=0.5):
+    core = context.Process(target=child, name="child")
+    core.start()
+gc.collect()
+core.join()
+print(core.exitcode)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n") == ["closed in MainProcess", "0", ""], done.stderr
+
+
+def test_what_is_not_up_in_time_is_killed_with_all_of_its_own():
+    code = """
+import multiprocessing, time
+from slipstream.common.exits import ServiceFailed
+from slipstream.engine.vllm.starting import starting
+
+def rank():
+    time.sleep(60)
+
+def core(pipe):
+    child = context.Process(target=rank)
+    child.start()
+    pipe.send(child.pid)
+    child.join()
+
+context = multiprocessing.get_context("fork")
+try:
+    with starting(1, limit_s=1.0):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=core, args=(theirs,))
+        process.start()
+        print(process.pid, ours.recv(), flush=True)
+        process.join(30)
+        raise RuntimeError("vLLM saw it end")
+except ServiceFailed as error:
+    print(process.exitcode, error, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        begun = [int(pid) for pid in worker.stdout.readline().split()]
+        said = worker.stdout.readline()
+        assert said.startswith("-9 vLLM was not up within engine.start_timeout_s = 1 s"), said
+        deadline_s = time.monotonic() + 30
+        while any(alive(pid) for pid in begun):
+            assert time.monotonic() < deadline_s, "it lives on"
+            time.sleep(0.02)
+        worker.kill()
+        where = worker.stderr.read()
+    assert "in core" in where, where
+    assert "in rank" in where, where
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

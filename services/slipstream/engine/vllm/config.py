@@ -92,6 +92,9 @@ class VllmConfig(BaseConfig):
     parallel: ParallelConfig = ParallelConfig()
     """Over how many ranks it is spread, and with which kernels."""
 
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for vLLM's processes to come up; then they write where they stand into the log and are killed."""
+
     update_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for each part of a weight update: the swap, the read back, the probe."""
 

@@ -153,20 +153,28 @@ class VllmEngine:
         """Start vLLM; the event loop stands still meanwhile, as nothing is served yet."""
         from slipstream.engine.vllm.launch import launch
         from slipstream.engine.vllm.process import SocketDirectory
+        from slipstream.engine.vllm.starting import answered
         from slipstream.engine.vllm.updates import Swapper
 
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sockets = SocketDirectory()
         self._offload.start()
-        self._llm = launch(
-            self._model_dir, self._sizes, self._config, self._counters, self._sockets.path, self._connector, self._rank
-        )
+        files = self._sockets.path
+        try:
+            self._llm = launch(
+                self._model_dir, self._sizes, self._config, self._counters, files, self._connector, self._rank
+            )
+        except BaseException:
+            self._sockets.close()
+            self._offload.stop()
+            raise
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         self._prefills.start(self._llm)
         self._watching = asyncio.create_task(self._watch())
         self._feeling = asyncio.create_task(self._pulse.run())
         try:
-            await self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
+            began = self._llm.collective_rpc("slipstream_start", args=(os.getpid(),))
+            await answered(began, self._config.start_timeout_s)
         except BaseException:
             await self.stop()
             raise

@@ -54,8 +54,9 @@ class VllmJudge:
         It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC.
         """
         from slipstream.engine.vllm.inherited import set_up
-        from slipstream.engine.vllm.launch import set_environment, threads_of_operators
-        from slipstream.engine.vllm.process import SocketDirectory, dying_with_us
+        from slipstream.engine.vllm.launch import set_environment
+        from slipstream.engine.vllm.process import SocketDirectory
+        from slipstream.engine.vllm.starting import answered, starting
 
         sockets = SocketDirectory()
         # The newer runner reads the log-probabilities of prompts elsewhere.
@@ -85,12 +86,12 @@ class VllmJudge:
         ).create_engine_config()
         # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
         ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        with dying_with_us(), threads_of_operators(torch_threads):
+        with starting(torch_threads, config.start_timeout_s):
             llm = AsyncLLM.from_vllm_config(engine_config, enable_log_requests=False, disable_log_stats=True)
         end_calls_with_core(llm)
         judge = cls(llm, sockets, config.pass_timeout_s)
         try:
-            await llm.collective_rpc("slipstream_judge")
+            await answered(llm.collective_rpc("slipstream_judge"), config.start_timeout_s)
         except BaseException:
             await judge.stop()
             raise

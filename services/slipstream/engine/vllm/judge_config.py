@@ -35,3 +35,6 @@ class VllmJudgeConfig(BaseConfig):
 
     pass_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for the sequences that go in together: then those are aborted, and tried again one by one."""
+
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time for vLLM to come up, its checkpoint read; then its processes say where they stand and are killed."""

@@ -4,8 +4,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from slipstream.engine.vllm.installed import check_connector, check_plugin, find
 from slipstream.engine.vllm.latent import CPU_BLOCK_TOKENS, check_latent, latent_width
 from slipstream.engine.vllm.offload.options import HASH_ALGORITHM, offload_options, remove_orphan_regions
 from slipstream.engine.vllm.parallel import DataParallelRank, arguments, environment
-from slipstream.engine.vllm.process import dying_with_us
+from slipstream.engine.vllm.starting import starting
 from slipstream.models.base import Sizes
 
 _ENVIRONMENT = {
@@ -54,6 +53,10 @@ def launch(
 
     It forks, so nothing of this process may have begun that a fork would cut in half: above all no gRPC. Where this
     process has used a GPU already vLLM spawns instead (`inherited.py`).
+
+    Raises:
+        ConfigError: this vLLM cannot run it.
+        ServiceFailed: it was not up within `config.start_timeout_s`.
     """
     set_environment(sockets, {"OMP_NUM_THREADS": str(config.torch_threads), **environment(config.parallel)})
     find_vllm()
@@ -111,7 +114,7 @@ def launch(
     ).create_engine_config()
     # The platform of the CPU has just chosen "spawn", which takes 20 s more to start and does not end cleanly.
     ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    with dying_with_us(), threads_of_operators(config.torch_threads):
+    with starting(config.torch_threads, config.start_timeout_s):
         llm = AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
     envs.enable_envs_cache()  # vLLM asks for variables with each output: a tenth of what it does in this process
     unpack_what_comes(llm.engine_core)
@@ -125,21 +128,6 @@ def set_environment(sockets: Path, own: Mapping[str, str]) -> None:
     variables = _ENVIRONMENT | (_ENVIRONMENT_OF_CPU if torch.version.cuda is None else _ENVIRONMENT_OF_GPU)
     for name, value in {**variables, **own}.items():
         ENVIRONMENT.setdefault(name, value)
-
-
-@contextmanager
-def threads_of_operators(count: int) -> Iterator[None]:
-    """What is forked within computes with so many threads.
-
-    It inherits what this thread was told, OpenMP having read its environment long ago. With more than one it would wait
-    for ever for those with which this thread has computed before, as they are not forked.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _find_device(config: VllmConfig) -> str:

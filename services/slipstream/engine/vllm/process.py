@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,9 @@ from slipstream.common.runtime import die_with_parent
 
 PREFIX = "slipstream-vllm-"
 """Of directories; then comes the process that owns one."""
+
+TELL = signal.SIGUSR2
+"""Has one of these processes write on its standard error where its threads stand."""
 
 _STORE = "get_file_store_init_method"
 _MEMORY = "store_"
@@ -42,6 +48,7 @@ def dying_with_us() -> Iterator[None]:
 def die_as_forked(parent: int) -> None:
     """In a process that was spawned: end with `parent` as one forked within `dying_with_us`, and so do its own."""
     die_with_parent(parent)
+    _tell_when_asked()
     _watch_forks()
 
 
@@ -57,6 +64,12 @@ def _forked() -> None:
     if _parent:
         die_with_parent(_parent)
         _parent = os.getpid()  # of the ranks that it forks in turn
+        _tell_when_asked()
+        gc.freeze()  # what is garbage was its parent's, whose threads and connections are none here
+
+
+def _tell_when_asked() -> None:
+    faulthandler.register(TELL, file=2, all_threads=True)
 
 
 def keep_stores_in(directory: Path) -> None:
