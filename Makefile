@@ -33,6 +33,8 @@ LATER_TESTS := tests/unit/launcher
 # Mooncake is linked to the system's libraries for RDMA, which no wheel carries and only root can add.
 WITHOUT := $(shell ldconfig -p 2>/dev/null | grep -q 'librdmacm\.so' || echo tests/mooncake)
 TESTS ?= $(filter-out $(FAST_TESTS) $(WITHOUT) tests/gpu tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/))))
+# vLLM forks; these start it in their own process, in which nothing of gRPC's may have begun.
+FORKING_TESTS := tests/engine tests/offload
 CHAOS_ARGS ?= --kills 50
 LOAD_CHECKS ?= loadtests/frames.py loadtests/routed_experts.py loadtests/orchestrator.py loadtests/soak.py loadtests/tracing.py
 DEMO_ARGS ?=
@@ -114,8 +116,10 @@ test: $(VENV)/.dev $(VENV)/.vllm
 	$(MAKE) check || fail "make check"; \
 	test -z "$(WITHOUT)" || \
 	  echo "== Left out: $(WITHOUT), which needs the Debian packages libibverbs1, librdmacm1 and libnuma1"; \
-	echo "== Tests: $(TESTS)"; \
-	$(BIN)/python -m pytest $(TESTS) || fail "the tests"; \
+	for tests in "$(filter $(FORKING_TESTS),$(TESTS))" "$(filter-out $(FORKING_TESTS),$(TESTS))"; do \
+	  test -n "$$tests" || continue; \
+	  echo "== Tests: $$tests"; $(BIN)/python -m pytest $$tests || fail "the tests"; \
+	done; \
 	for load in $(LOAD_CHECKS); do \
 	  echo "== Load: $$load"; $(BIN)/python $$load || fail "$$load"; \
 	done; \
