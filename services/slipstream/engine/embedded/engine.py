@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.common.errors import EngineFull, KvMismatch, KvUnknown, RequestAborted, RequestIdReused
+from slipstream.common.exits import ServiceFailed
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import (
     BusyInterval,
@@ -58,6 +59,8 @@ Reply = tuple["asyncio.Future[Any]", Any, BaseException | None]
 
 # The interpreter's default of 5 ms lets the event loop hold the lock for that long after each tensor operation.
 SWITCH_INTERVAL_S = 0.0005
+STOP_TIMEOUT_S = 30.0
+"""For a step that has begun to end."""
 
 
 class EmbeddedEngine:
@@ -114,11 +117,14 @@ class EmbeddedEngine:
         return self._pulse.silent_s
 
     async def stop(self) -> None:
+        """Raises `ServiceFailed` if its thread stands still; the process can end all the same."""
         self._feeling.cancel()
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
         for _, timer in self._transfers.values():
             timer.cancel()
+        if self._thread.is_alive():
+            raise ServiceFailed(f"the engine's thread did not end within {STOP_TIMEOUT_S:g} s")
 
     async def wait(self) -> None:
         """Return when the engine was stopped; raise what ended its thread otherwise."""
