@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.common.disk import replace_file
+
 DIGITS = 20
 
 
@@ -13,13 +15,19 @@ def next_epoch(file: Path, clock_ns: Callable[[], int] = time.time_ns) -> str:
     """An epoch above the one in `file`, which then holds it. Epochs order as text.
 
     The clock alone will not do: a runner that restarts after the clock was set back would take itself for the elder,
-    and be refused until its predecessor's lease ends.
+    and be refused until its predecessor's lease ends. A file that says nothing that makes sense counts as none, and is
+    replaced whole: a death halfway leaves the epoch of before.
+
+    Raises:
+        DiskFull: there is no room.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         before = int(file.read_text())
     except (OSError, ValueError):
         before = 0
+    if not 0 <= before < 10**DIGITS - 1:
+        before = 0
     epoch = max(clock_ns(), before + 1)
-    file.write_text(f"{epoch}\n")
+    replace_file(file, f"{epoch}\n".encode())
     return f"{epoch:0{DIGITS}d}"
