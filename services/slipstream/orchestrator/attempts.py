@@ -19,6 +19,8 @@ class Attempt:
     """As it was handed out; it does not change any more."""
     runner_id: str
     started_at: float
+    taken_up: bool = False
+    """An earlier process of the orchestrator handed it out: nobody measured how long it takes."""
     version: PolicyVersion = field(init=False)
     """It was dispatched at."""
 

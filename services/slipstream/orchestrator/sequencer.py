@@ -217,7 +217,7 @@ class Sequencer:
                         self._lose(group.position, group.attempt)
                         continue
                     assignment = self._assigner.sessions(group, members, dispatch.version)
-                attempt = Attempt(assignment, dispatch.runner_id, self._clock())
+                attempt = Attempt(assignment, dispatch.runner_id, self._clock(), taken_up=True)
                 self._running.add(attempt)
                 self.leases.adopt(attempt.runner_id, [attempt.key])
 
@@ -363,7 +363,7 @@ class Sequencer:
             self.leases.drop(attempt.runner_id, key)
             finished = report.outcome == runner_pb2.GROUP_OUTCOME_FINISHED
             of_task = attempt.assignment.purpose == TRAINING and not attempt.assignment.HasField("session_group")
-            if finished and of_task:
+            if finished and of_task and not attempt.taken_up:
                 self.durations.ended(attempt.assignment.environment, self._clock() - attempt.started_at)
             self.totals.sandbox_executions += report.sandbox_execution_count
             self.totals.rollouts += len(report.rollouts)
@@ -590,7 +590,8 @@ class Sequencer:
                 self.leases.cancel(attempt.runner_id, key, given_up.reason.upper())
                 self.traces.ended(attempt.assignment, attempt.started_at, given_up.reason)
                 surplus = self.config.over_sampling > 1.0  # meant to be given up
-                if given_up.reason == "aged_out" and not surplus and members is None:
+                measured = members is None and not surplus and not attempt.taken_up
+                if given_up.reason == "aged_out" and measured:
                     self.durations.cut_off(given_up.environment, self._clock() - attempt.started_at)
             scored = self._scored.pop(given_up.position, None)
             if scored is not None:

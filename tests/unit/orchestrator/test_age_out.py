@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_run import TOKENS, VirtualRun
+from virtual_run import TICK_S, TOKENS, VirtualRun
 
 from slipstream.algorithms.staleness import Outcome
+from slipstream.orchestrator.journal import read_journal
+from slipstream.orchestrator.replay import replay, unpacked
 
 POLICIES = ("regenerate", "hold", "mask")
 Make = Callable[..., VirtualRun]
@@ -103,9 +105,6 @@ def test_beyond_the_bound_mask_trains_the_young_tokens_of_every_group(make: Make
 
 
 def every_plan(run: VirtualRun) -> list[tuple[int, Any]]:
-    from slipstream.orchestrator.journal import read_journal
-    from slipstream.orchestrator.replay import unpacked
-
     sealed = [record for record in read_journal(run.journal.path).records if record["kind"] == "sealed"]
     return [(record["step"], unpacked(record["plans"][0])) for record in sealed]
 
@@ -159,3 +158,36 @@ def test_with_too_many_tasks_that_never_end_regenerate_waits_no_longer_than_a_de
 def records_of(run: VirtualRun, kind: str) -> list[dict[str, Any]]:
     lines = (run.sequencer.config.run_dir / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["reported", "too old"])
+def test_groups_that_an_earlier_process_handed_out_say_nothing_of_how_long_they_take(
+    tmp_path: Path, ends: bool
+) -> None:
+    """What they waited while the run was down, and while its services came up again, is no time of theirs."""
+    runs: list[VirtualRun] = []
+    options = {"short": {"weight": 0.8}, "long": {"weight": 0.2, "deadline_s": 1e6}}
+    settings = {"groups_per_step": GROUPS, "max_off_policy_steps": BOUND, "total_steps": 30}
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        durations_s = {"short": 1.0, "long": 50_000.0}
+        runs.append(VirtualRun(tmp_path / name, durations_s, environment=options, step_s=STEP_S, **settings))
+    before, after = runs
+    before.run(0.5)
+    handed_out = before.running
+    left = {key for key, assignment in handed_out.items() if assignment.environment == "long"}
+    assert len(left) > 10
+
+    after.sequencer.resume(replay(read_journal(before.journal.path).records, before.sequencer.tasks.environment_of))
+    after.running = dict(handed_out)
+    for key in handed_out.keys() - left:
+        after._finish(key, 0.0)
+    after.run(2 * STEP_S)
+    if ends:
+        for key in left:
+            after._finish(key, 0.0)
+    while left & after.running.keys():
+        after.run(after.now + TICK_S)
+    assert after.sequencer.durations.percentiles()["long"] == 0.0
+    for each in runs:
+        each.close()
