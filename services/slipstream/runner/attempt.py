@@ -184,7 +184,7 @@ class TurnAttempt:
             runner_epoch=self._peers.runner_epoch,
         )
         with tracing.span("place", copies=self._turns, request_id=self.request_id):
-            self.placement = placement = await self._peers.router.Place(request, timeout=PLACE_TIMEOUT_S)
+            self.placement = placement = await self._peers.place(request, PLACE_TIMEOUT_S)
         placed_s = time.monotonic()
         self._timings.queue_s = placed_s - asked_s
         prompt = prefill_pb2.Prompt(new_token_ids=self._token_ids)

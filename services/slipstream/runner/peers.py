@@ -42,6 +42,7 @@ class Peers:
         self._prefill: dict[str, prefill_pb2_grpc.PrefillServiceStub] = {}
         self._decode: dict[str, decode_pb2_grpc.DecodeServiceStub] = {}
         self._teacher: dict[str, teacher_pb2_grpc.TeacherServiceStub] = {}
+        self._placing: set[asyncio.Future[routing_pb2.PlaceResponse]] = set()
         self._placements: list[str] = []
         self._route_keys: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         """Of a holder and its epoch."""
@@ -69,6 +70,23 @@ class Peers:
         if stub is None:
             stub = self._teacher[address] = teacher_pb2_grpc.TeacherServiceStub(self._channel(address))
         return stub
+
+    async def place(self, request: routing_pb2.PlaceRequest, timeout_s: float) -> routing_pb2.PlaceResponse:
+        """Have a turn placed. Whoever is cancelled meanwhile holds nothing: the answer is awaited without it, and what
+        it names released. A router cannot tell that nobody heard it, and would count the placement until its TTL.
+        """
+        placing = asyncio.ensure_future(self.router.Place(request, timeout=timeout_s))
+        self._placing.add(placing)
+        placing.add_done_callback(self._placing.discard)
+        try:
+            return await asyncio.shield(placing)
+        except asyncio.CancelledError:
+            placing.add_done_callback(self._release_unheard)
+            raise
+
+    def _release_unheard(self, placing: asyncio.Future[routing_pb2.PlaceResponse]) -> None:
+        if not placing.cancelled() and placing.exception() is None:
+            self.release_placement(placing.result().placement_id)
 
     def release_placement(self, placement_id: str) -> None:
         """Queue a placement lease for the next batch. A full queue leaves it to its TTL."""

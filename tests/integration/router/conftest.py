@@ -128,7 +128,7 @@ class World:
         await asyncio.wait([process])
         assert process.cancelled(), process.exception()
 
-    async def place(self, *block_hashes: int, step: int = 3, **fields: Any) -> routing_pb2.PlaceResponse:
+    def request(self, *block_hashes: int, step: int = 3, **fields: Any) -> routing_pb2.PlaceRequest:
         request = {
             "request_id": f"request-{next(self._numbers)}",
             "group_id": "g",
@@ -138,7 +138,10 @@ class World:
             "max_new_tokens": 10,
             "min_policy_version": PolicyVersion(1, step).to_proto(),
         }
-        return await self.router.Place(routing_pb2.PlaceRequest(**{**request, **fields}), timeout=5)
+        return routing_pb2.PlaceRequest(**{**request, **fields})
+
+    async def place(self, *block_hashes: int, step: int = 3, **fields: Any) -> routing_pb2.PlaceResponse:
+        return await self.router.Place(self.request(*block_hashes, step=step, **fields), timeout=5)
 
     async def placeable(self) -> None:
         """Wait until Redis is known to be there."""

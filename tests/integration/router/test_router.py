@@ -51,6 +51,25 @@ async def test_a_runner_that_starts_ends_what_its_dead_process_held(world: Any) 
         await world.mirrored(placed.placement_id, there=False)
 
 
+async def test_a_placement_whose_runner_waits_for_it_no_longer_is_released(world: Any) -> None:
+    """Its group was cancelled. Its workers would count as busier than they are until the lease ends, a minute later."""
+    peers = Peers(NOWHERE, world.address, Access(), "runner-1", "1")
+    try:
+        for number in range(20):
+            request = world.request(request_id=f"cancelled-{number}", sample_count=1)
+            placing = asyncio.create_task(peers.place(request, 5.0))
+            await asyncio.sleep(number * 0.0002)
+            placing.cancel()
+            await asyncio.wait([placing])
+            if not placing.cancelled():
+                peers.release_placement(placing.result().placement_id)
+        async with asyncio.timeout(10):
+            while sum(worker.placement_count for worker in (await world.list()).values()):
+                await peers.give_back()
+    finally:
+        await peers.close()
+
+
 async def test_a_repeated_request_answers_the_same_placement(world: Any) -> None:
     first, second = [await world.place(request_id="same") for _ in range(2)]
     assert first == second

@@ -54,7 +54,7 @@ class Workers:
         self.released: list[types_pb2.RowsRef] = []
         self._unanswered = unanswered
 
-    async def Place(self, request: Any, timeout: float) -> routing_pb2.PlaceResponse:
+    async def place(self, request: Any, timeout_s: float) -> routing_pb2.PlaceResponse:
         return routing_pb2.PlaceResponse(
             placement_id="p", decode=routing_pb2.WorkerRef(replica="decode-1", address="here", epoch="1")
         )
