@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import math
 import os
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -163,6 +166,39 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
     yield make
     for disk in disks:
         disk.close()
+
+
+@pytest.fixture
+async def between() -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    """Stands before a server: `address = await between(address)`. It answers `delay_s` late, and drops connections
+    beyond so many."""
+    servers: list[asyncio.Server] = []
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def start(address: str, delay_s: float = 0.0, connections: float = math.inf) -> str:
+        host, _, port = address.rpartition(":")
+        numbers = itertools.count(1)
+
+        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if next(numbers) > connections:
+                writer.transport.abort()
+                return
+            await asyncio.sleep(delay_s)
+            there, back = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
+
+        servers.append(await asyncio.start_server(connect, "127.0.0.1", 0))
+        return f"127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}"
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long an attempt may take: a busy service greets late
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),  # `attempts.py` decides what is tried again
     ("grpc.use_local_subchannel_pool", 1),  # one connection a client: nobody waits behind another's back-off

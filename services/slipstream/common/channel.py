@@ -27,7 +27,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted service comes back at the same port: look again soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # How long an attempt may take: a peer that has much to do greets late, and the calls that wait for it fail with it.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
 )

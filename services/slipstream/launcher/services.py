@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.common.auth import Access, read_token
-from slipstream.common.channel import open_channel
+from slipstream.common.channel import AioChannel, open_channel
 from slipstream.common.config import ServiceConfig, TlsConfig, dump_toml
 from slipstream.common.tls import TlsMaterial
 from slipstream.launcher.cards import variables_of
@@ -95,7 +95,7 @@ class HealthCheck:
     def __init__(self, address: str, access: Access) -> None:
         self.address = address
         self._access = access
-        self._channel: Any = None
+        self._channel: AioChannel | None = None
 
     async def __call__(self) -> bool:
         if await self.status() is None:
@@ -107,13 +107,18 @@ class HealthCheck:
         """SERVING, NOT_SERVING ..., or None when nobody answers."""
         if not await self._listening():
             return None
-        self._channel = self._channel or open_channel(self.address, self._access)
-        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S, wait_for_ready=True)
         except grpc.aio.AioRpcError:
             return None
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    @property
+    def channel(self) -> AioChannel:
+        """To the server, for further questions; open until `close`."""
+        self._channel = self._channel or open_channel(self.address, self._access)
+        return self._channel
 
     async def close(self) -> None:
         if self._channel is not None:

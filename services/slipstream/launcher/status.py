@@ -17,7 +17,7 @@ from slipstream.api.run.v1 import run_pb2, run_pb2_grpc
 from slipstream.api.training.v1 import trainer_pb2, trainer_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.auth import Access
-from slipstream.common.channel import AioChannel, open_channel
+from slipstream.common.channel import AioChannel
 from slipstream.common.config import ConfigError
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
@@ -120,24 +120,25 @@ async def read_status(run: RunDir) -> list[ServiceStatus]:
 async def _ask(replica: str, address: str, access: Access) -> ServiceStatus:
     check = HealthCheck(address, access)
     health = await check.status()
-    await check.close()
     row = ServiceStatus(replica, address, "away" if health is None else health.lower().replace("_", " "))
     asked = {"prefill": _ask_worker, "decode": _ask_worker, "trainer": _ask_trainer, "orchestrator": _ask_run}
     ask = asked.get(service_of(replica))
-    if health is not None and ask is not None:
-        async with open_channel(address, access) as channel:
-            try:
-                await ask(row, channel)
-            except grpc.aio.AioRpcError as error:
-                row.load = error.code().name.lower().replace("_", " ")
-                if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                    row.refused = from_rpc_error(error).message
+    try:
+        if health is not None and ask is not None:
+            # Over the connection that answered: another one may fail where this one is well.
+            await ask(row, check.channel)
+    except grpc.aio.AioRpcError as error:
+        row.load = error.code().name.lower().replace("_", " ")
+        if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            row.refused = from_rpc_error(error).message
+    finally:
+        await check.close()
     return row
 
 
 async def _ask_worker(row: ServiceStatus, channel: AioChannel) -> None:
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
-    worker = await stub.GetWorker(worker_pb2.GetWorkerRequest(), timeout=CALL_TIMEOUT_S)
+    worker = await stub.GetWorker(worker_pb2.GetWorkerRequest(), timeout=CALL_TIMEOUT_S, wait_for_ready=True)
     load = worker.load
     state = worker_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
     row.health = state
@@ -148,13 +149,14 @@ async def _ask_worker(row: ServiceStatus, channel: AioChannel) -> None:
 
 async def _ask_trainer(row: ServiceStatus, channel: AioChannel) -> None:
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    status = await stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+    status = await stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S, wait_for_ready=True)
     row.version = _version(status.version) if status.HasField("version") else ""
     row.load = status.activity
 
 
 async def _ask_run(row: ServiceStatus, channel: AioChannel) -> None:
-    run = (await run_pb2_grpc.RunServiceStub(channel).GetRun(run_pb2.GetRunRequest(), timeout=CALL_TIMEOUT_S)).run
+    stub = run_pb2_grpc.RunServiceStub(channel)
+    run = (await stub.GetRun(run_pb2.GetRunRequest(), timeout=CALL_TIMEOUT_S, wait_for_ready=True)).run
     row.version = _version(run.serving) if run.HasField("serving") else ""
     row.load = f"{PHASE_NAMES.get(run.phase, run.phase)}, step {run.step}/{run.total_steps}, "
     row.load += f"{run.running_group_count} groups running"

@@ -17,7 +17,7 @@ from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common import errors
 from slipstream.common.auth import Access
-from slipstream.common.channel import open_channel
+from slipstream.common.channel import CHANNEL_OPTIONS, open_channel
 from slipstream.common.config import ConfigError, ListenConfig
 from slipstream.common.frames import (
     encode_header,
@@ -31,6 +31,7 @@ from slipstream.common.frames import (
     read_header,
 )
 from slipstream.common.runtime import Service, ServiceFailed, build_server, ends_on_drain, serve
+from slipstream_client.connection import CHANNEL_OPTIONS as CLIENT_OPTIONS
 
 ROUTER = "slipstream.api.routing.v1.RouterService"
 BROADCAST = "slipstream.api.broadcast.v1.BroadcastService"
@@ -121,6 +122,16 @@ async def raised(call) -> errors.SlipstreamError:
 async def test_a_call_with_the_runs_token_is_answered(make_config):
     async with calling(make_config(token="secret"), Router(), "secret") as (_, stub):
         assert (await stub.Place(PLACE)).placement_id == "g"
+
+
+@pytest.mark.parametrize("options", [CHANNEL_OPTIONS, CLIENT_OPTIONS], ids=["services", "client"])
+async def test_a_first_call_waits_for_a_service_that_greets_late(make_config, between, options):
+    """As one does that has much to do, or whose machine has; whatever waits for an attempt to connect fails with it."""
+    async with running(make_config(), router(Router())) as (_, address):
+        late = await between(address, delay_s=0.5)
+        async with grpc.aio.insecure_channel(late, options=options) as channel:
+            stub = routing_pb2_grpc.RouterServiceStub(channel)
+            assert (await stub.Place(PLACE, timeout=10)).placement_id == "g"
 
 
 @pytest.mark.parametrize("token", [None, "other"])

@@ -84,6 +84,16 @@ async def test_status_shows_who_answers_and_who_is_away(serve, tmp_path: Path, c
     assert "training, step 3/9" in capsys.readouterr().out
 
 
+async def test_status_asks_over_the_connection_that_said_that_the_service_is_well(serve, between, tmp_path: Path):
+    """The third one, after a look whether anybody listens and the health check, would be dropped."""
+    run = create_run_dir(tmp_path, "demo")
+    address = await serve(ScriptedRun(), ServiceConfig.model_validate({"auth": {"token_file": run.token_file}}))
+    run.config_file.touch()
+    write_endpoints(run.endpoints_file, {"orchestrator": await between(address, connections=2)})
+    [row] = await read_status(run)
+    assert (row.health, row.load) == ("serving", "training, step 3/9, 4 groups running")
+
+
 async def test_a_wrong_token_is_told_and_no_success(serve, tmp_path: Path):
     run = create_run_dir(tmp_path, "demo")
     config = ServiceConfig.model_validate({"auth": {"token_file": run.token_file}})
