@@ -172,6 +172,14 @@ class State:
         with _available():
             return await self._redis.get(self._prefix + key)
 
+    async def get_many(self, keys: Sequence[str]) -> dict[str, str]:
+        """What is at those of the keys that are set, in one round trip."""
+        if not keys:
+            return {}
+        with _available():
+            values = await self._redis.mget([self._prefix + key for key in keys])
+        return {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+
     async def delete(self, *keys: str) -> None:
         if keys:
             with _available():

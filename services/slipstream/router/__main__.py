@@ -53,7 +53,7 @@ async def run(config: RouterConfig) -> None:
     )
     leases = PlacementLeases(config.lease_ttl_s, config.max_placements)
     state = State(config.redis.url, config.run_id)
-    mirror = LeaseMirror(state, config.lease_ttl_s, leases.held)
+    mirror = LeaseMirror(state, leases)
     watcher = PoolWatcher(config.worker_silence_s)
     channels = {worker.replica: open_channel(worker.address, access) for worker in pool}
     loops: dict[str, Loop] = {

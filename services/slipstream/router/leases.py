@@ -50,6 +50,10 @@ class PlacementLeases:
     def held(self) -> list[Placement]:
         return list(self._open.values())
 
+    def runners(self) -> set[str]:
+        """Who holds any, as far as they said."""
+        return {placement.runner_id for placement in self._open.values() if placement.runner_id}
+
     def add(self, placement: Placement) -> None:
         """Count a placement against its workers.
 

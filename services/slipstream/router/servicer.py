@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from uuid import uuid4
 
 import grpc
-import structlog
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
@@ -22,8 +21,6 @@ from slipstream.router.mirror import LeaseMirror
 from slipstream.router.placement import Demand, PlacementPolicy
 from slipstream.router.pool import Worker, WorkerPool
 from slipstream.router.watch import PoolWatcher
-
-log = structlog.get_logger()
 
 DEFAULT_PAGE_SIZE = 100
 WATCH_PERIOD_S = 0.1
@@ -96,12 +93,9 @@ class RouterServicer(routing_pb2_grpc.RouterServiceServicer):
         self, request: routing_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> routing_pb2.ReleaseResponse:
         released = [placement_id for placement_id in request.placement_ids if self._leases.release(placement_id)]
-        if request.runner_id:
-            left = self._leases.end_earlier(request.runner_id, request.runner_epoch)
-            if left:
-                log.info("placements_left_behind", runner_id=request.runner_id, count=len(left))
-            released += left
         self._mirror.released(released)
+        if request.runner_id:
+            released += self._mirror.runner_started(request.runner_id, request.runner_epoch)
         return routing_pb2.ReleaseResponse(released_count=len(released))
 
     async def ListWorkers(

@@ -51,6 +51,22 @@ async def test_a_runner_that_starts_ends_what_its_dead_process_held(world: Any) 
         await world.mirrored(placed.placement_id, there=False)
 
 
+async def test_a_runner_that_starts_ends_what_its_dead_process_held_at_other_routers(start_world: Any) -> None:
+    told, other = [await start_world() for _ in range(2)]
+    await other.place(runner_id="runner-1", runner_epoch="1")
+    kept = [
+        await other.place(runner_id="runner-2", runner_epoch="1"),
+        await other.place(runner_id="runner-1", runner_epoch="2"),
+    ]
+    peers = Peers(NOWHERE, told.address, Access(), "runner-1", "2")
+    try:
+        assert await peers.end_earlier_placements()
+    finally:
+        await peers.close()
+    await other.until(lambda workers: sum(worker.placement_count for worker in workers.values()) == 4)
+    assert await other.release(*(placed.placement_id for placed in kept)) == 2
+
+
 async def test_a_placement_whose_runner_waits_for_it_no_longer_is_released(world: Any) -> None:
     """Its group was cancelled. Its workers would count as busier than they are until the lease ends, a minute later."""
     peers = Peers(NOWHERE, world.address, Access(), "runner-1", "1")
