@@ -12,7 +12,7 @@ from slipstream.runner import telemetry
 from slipstream.runner.config import RunnerConfig
 from slipstream.runner.envclient import EnvironmentWorker
 from slipstream.runner.envpool import EnvironmentPool
-from slipstream.runner.epoch import next_epoch
+from slipstream.runner.epoch import alone, next_epoch
 from slipstream.runner.groups import GroupRunner
 from slipstream.runner.loops import RunnerLoops
 from slipstream.runner.peers import Peers
@@ -32,6 +32,11 @@ async def run(config: RunnerConfig, arguments: list[str]) -> None:
     if not config.listen.port:
         raise ConfigError("listen.port is required: others fetch rows from this address")
     runner_id = config.replica or "runner"
+    with alone(config.run_dir, runner_id):
+        await _run(config, arguments, runner_id)
+
+
+async def _run(config: RunnerConfig, arguments: list[str], runner_id: str) -> None:
     epoch = next_epoch(config.run_dir / f"{runner_id}.epoch")
     address = config.listen.address(config.listen.port)
     spool = Spool(config.run_dir / "spool" / runner_id, config.spool_limit_bytes, epoch)

@@ -316,6 +316,13 @@ class World:
         self._file.write_text(dump_toml(self._config))
         self.process = self._start_process()
 
+    async def run_another(self) -> None:
+        """Run a second process of the same name, at a port of its own."""
+        async with asyncio.timeout(20):
+            await run(
+                self._config.model_copy(update={"listen": ListenConfig(port=free_port())}), ["@", str(self._file)]
+            )
+
     async def until_up(self) -> None:
         """Wait until the runner's process takes calls."""
         host, _, port = self.address.partition(":")

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.api.rollout.v1 import rows_pb2, runner_pb2
 from slipstream.api.types.v1 import types_pb2
+from slipstream.common.exits import ServiceFailed
 from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
 
@@ -55,6 +56,16 @@ async def test_an_unfinished_group_goes_on_after_a_restart_under_names_of_its_ow
         ["g1.1.1.0", "g1.1.1.1"],
         ["g1.1.1.0~r1", "g1.1.1.1~r1"],
     ]
+
+
+async def test_a_second_process_of_the_same_name_is_refused_before_it_touches_what_the_first_has(world: Any) -> None:
+    await world.until_up()
+    before = {path: path.read_bytes() for path in world.directory.rglob("*.epoch")}
+    assert before
+    with pytest.raises(ServiceFailed, match="another process is runner-1"):
+        await world.run_another()
+    assert {path: path.read_bytes() for path in world.directory.rglob("*.epoch")} == before
+    assert (await world.report(await world.give())).outcome == runner_pb2.GROUP_OUTCOME_FINISHED
 
 
 async def test_the_router_hears_once_of_each_start_of_a_runner_and_who_holds_what_it_places(world: Any) -> None:
