@@ -9,7 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import structlog
+
 from slipstream.common.disk import AppendFile, PatientFile
+
+log = structlog.get_logger()
 
 KEPT_FILES = 1
 BUFFER_BYTES = 1 << 20
@@ -22,6 +26,7 @@ class TimelineFile:
         """`limit_bytes`: on disk, of this file and the older one that it becomes; 0 means no bound."""
         self.path = path
         self._limit_bytes = limit_bytes
+        self._waiting = False
         self._file = PatientFile(AppendFile(path, limit_bytes // (KEPT_FILES + 1), KEPT_FILES), BUFFER_BYTES)
 
     def record(self, kind: str, start_s: float, end_s: float, **fields: object) -> None:
@@ -30,6 +35,14 @@ class TimelineFile:
     def record_all(self, kind: str, lines: Sequence[tuple[float, float, Mapping[str, object]]]) -> None:
         """Several at once: when each began, when it ended, and what else is said of it."""
         self._file.write(b"".join(_line(kind, *line) for line in lines))
+        if self._file.stuck != self._waiting:
+            self._waiting = self._file.stuck
+            if self._waiting:
+                log.warning(
+                    "timeline_waits_for_room", path=str(self.path), detail="its disk is full: what comes may be lost"
+                )
+            else:
+                log.info("timeline_goes_on", path=str(self.path), dropped_count=self._file.dropped_count)
 
     def beside(self, name: str) -> TimelineFile:
         """A file of the same kind for what belongs to this one's process."""

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.common.disk import AppendFile, LogFile, PatientFile, name_directory, replace_file, with_older
 from slipstream.common.errors import DiskFull
+from slipstream.common.timeline import TimelineFile
 
 LINE = b"x" * 999 + b"\n"
 
@@ -46,6 +48,21 @@ def test_a_record_of_several_pages_is_taken_back_whole(small_disk):
     file.append(b"second\n")
     file.close()
     assert (disk.path / "a.jsonl").read_bytes() == b"first\nsecond\n"
+
+
+def test_a_timeline_says_that_its_disk_is_full_and_when_it_goes_on(small_disk):
+    disk = small_disk(64 * 1024)
+    file = TimelineFile(disk.path / "a.jsonl")
+    file.record("step", 1.0, 2.0)
+    disk.fill()
+    with capture_logs() as said:
+        for _ in range(400):  # beyond its last page
+            file.record("step", 2.0, 3.0, loss=0.5)
+        disk.free()
+        file.record("step", 3.0, 4.0)
+    file.close()
+    assert [each["event"] for each in said] == ["timeline_waits_for_room", "timeline_goes_on"]
+    assert len((disk.path / "a.jsonl").read_text().splitlines()) == 402
 
 
 def test_records_wait_in_order_for_room_and_only_beyond_the_buffer_are_they_dropped(small_disk):
