@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
+from slipstream.engine.vllm.direct import Direct, DirectSamples
 from slipstream.engine.vllm.launch import set_environment
 from slipstream.engine.vllm.packing import MOST_ROWS, pack, unpack
+from tests.engine.bench import Factory, prompt_of
+from tests.engine.engines import Vllm
+
+SAMPLES, TOKENS = 6, 100
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,3 +135,58 @@ def test_rows_that_came_do_not_keep_those_of_other_requests():
     came = sent(outputs)
     unpack(came)
     assert all(output.routed_experts.base is None or output.routed_experts.base.nbytes == 6 for output in came.outputs)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_tokens_alone_are_taken_out_and_all_others_are_whole(captured: bool):
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
+
+    parts: list[tuple[np.ndarray | None, Any]] = [
+        (routes_of(seed, 1) if captured else None, logprobs_of(seed, 1)) for seed in range(4)
+    ]
+    parts[2] = (routes_of(2, 3), logprobs_of(2, 1))  # rows of other tokens, too
+    outputs = outputs_of([*parts, *MIXED])
+    outputs.outputs[1].events = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)]
+    pack(outputs)
+    came, direct = sent(outputs), DirectSamples()
+    taken = {}
+    for name in ("0", "1", "2", "3"):
+        state = SimpleNamespace(routed_experts_chunks=[])
+        taken[name] = Direct([], [], False, state, SimpleNamespace(output=None))
+        direct.add(name, taken[name])
+    unpack(came, direct)
+    assert [output.request_id for output in came.outputs] == ["1", "2", *(str(4 + at) for at in range(len(MIXED)))]
+    for at, output in enumerate(came.outputs):
+        output.request_id = str(at)
+    assert_all_came(came, [parts[1], parts[2], *MIXED])
+    assert [sample.token_ids for sample in taken.values()] == [[0], [], [], [3]]
+    for seed in (0, 3):
+        sample, (rows, logprobs) = taken[str(seed)], parts[seed]
+        sample.settle()
+        assert sample.logprobs == logprobs.logprobs.ravel().tolist()
+        assert len(sample.state.routed_experts_chunks) == captured
+        if captured:
+            np.testing.assert_array_equal(sample.state.routed_experts_chunks[0], rows)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_vllm_sees_the_ends_of_samples_alone(build: Factory, monkeypatch: pytest.MonkeyPatch):
+    if not isinstance(build.kind, Vllm):
+        return
+    async with build() as bench:
+        engine: Any = bench.engine
+        processor, seen = engine._llm.output_processor, 0
+        process = processor.process_outputs
+
+        def process_outputs(outputs: Any, *others: Any) -> Any:
+            nonlocal seen
+            seen += len(outputs)
+            return process(outputs, *others)
+
+        monkeypatch.setattr(processor, "process_outputs", process_outputs)
+        before = engine.load().decoded_tokens
+        finished = await bench.ask(prompt_of(9), SAMPLES, max_new_tokens=TOKENS)
+        assert [len(sample.token_ids) for sample in finished] == [TOKENS] * SAMPLES
+        assert seen < SAMPLES * TOKENS / 4
+        assert "vllm:" not in generate_latest().decode(), "those would count what vLLM sees"
+        assert engine.load().decoded_tokens - before == SAMPLES * TOKENS

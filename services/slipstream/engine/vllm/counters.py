@@ -9,6 +9,7 @@ from typing import Any, Literal
 from slipstream.engine.base import BusyInterval, OffloadLoad
 from slipstream.engine.embedded.busy import BusyLog
 from slipstream.engine.vllm.cache import NEWS, CacheNews
+from slipstream.engine.vllm.direct import DirectSamples
 from slipstream.engine.vllm.offload.names import FIGURES
 
 _LONGEST_STEP_S = 1.0
@@ -19,7 +20,8 @@ _SHORTEST_STEP_S = 0.001
 class Counters:
     """Counts the steps of an engine. Called in this process once a step, after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, direct: DirectSamples) -> None:
+        self._direct = direct
         self.running = self.waiting = 0
         self.kv_usage = 0.0
         self.decoded_tokens = self.decode_steps = self.preemptions = 0
@@ -47,16 +49,16 @@ class Counters:
                 self.cache.absorb(news)
             if (figures := (scheduler_stats.kv_connector_stats or {}).pop(FIGURES, None)) is not None:
                 self.offload = OffloadLoad(**figures)
-            # vLLM's own loggers come after this one, and take what is left for a connector's.
-            scheduler_stats.kv_connector_stats = scheduler_stats.kv_connector_stats or None
+        generated, prompts, longest_s = self._direct.take_count(), 0, _SHORTEST_STEP_S
         if iteration_stats is not None:
             self.preemptions += iteration_stats.num_preempted_reqs
-        if iteration_stats is not None and iteration_stats.num_generation_tokens:
-            prompts = iteration_stats.prompt_token_stats
-            self.decoded_tokens += iteration_stats.num_generation_tokens
+            generated += iteration_stats.num_generation_tokens
+            prompts = iteration_stats.prompt_token_stats.total
+            longest_s = max(iteration_stats.time_to_first_tokens_iter, default=_SHORTEST_STEP_S)
+        if generated:
+            self.decoded_tokens += generated
             self.decode_steps += 1
-            kind = "prefill" if prompts.total else "decode"
-            self._log_step(kind, now_s, max(iteration_stats.time_to_first_tokens_iter, default=_SHORTEST_STEP_S))
+            self._log_step("prefill" if prompts else "decode", now_s, longest_s)
         self._last_s = now_s
         self._recorded.set()
         self._recorded = asyncio.Event()

@@ -60,6 +60,7 @@ from slipstream.engine.vllm.calls import CoreEnded, death_of, told_of_death
 from slipstream.engine.vllm.config import VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector, load_params
 from slipstream.engine.vllm.counters import Counters
+from slipstream.engine.vllm.direct import Direct, DirectSamples
 from slipstream.engine.vllm.offload.front import Offload
 from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
@@ -99,7 +100,8 @@ class VllmEngine:
         self._sizes = sizes
         self._config = config
         self._rank = rank
-        self._counters = Counters()
+        self._direct = DirectSamples()
+        self._counters = Counters(self._direct)
         self._routes = RouteStore(config.route_bytes)
         self._salts = SaltVersions(2 * config.block_count)
         self._offload = Offload(config.offload, run_id)
@@ -162,7 +164,14 @@ class VllmEngine:
         files = self._sockets.path
         try:
             self._llm = launch(
-                self._model_dir, self._sizes, self._config, self._counters, files, self._connector, self._rank
+                self._model_dir,
+                self._sizes,
+                self._config,
+                self._counters,
+                self._direct,
+                files,
+                self._connector,
+                self._rank,
             )
         except BaseException:
             self._sockets.close()
@@ -318,11 +327,15 @@ class VllmEngine:
             if sample.aborted:  # before vLLM had it
                 await self._llm.abort(sample.vllm_id, internal=True)
             while not sample.finish_reason:
+                begun = bool(sample.token_ids)
                 self._take(open_request, sample, collector.get_nowait() or await collector.get())
+                if sample.token_ids and not begun and not sample.finish_reason:
+                    self._take_directly(open_request, sample, collector)
         except SlipstreamError as error:
             open_request.error = error
         except Exception as error:
             open_request.error = RequestAborted(f"vLLM ended the request: {type(error).__name__}: {error}")
+        self._direct.settle(sample.vllm_id)
         open_request.prompt_ready.set()
         open_request.wake(flush=False)
 
@@ -348,6 +361,14 @@ class VllmEngine:
                 self._keep_routes(open_request.request, sample, news.routed_experts, recomputed_from(output))
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
+
+    def _take_directly(self, open_request: OpenRequest, sample: Sample, collector: Any) -> None:
+        """What comes from now on, but for the end."""
+        state = self._llm.output_processor.request_states.get(sample.vllm_id)
+        if state is not None:
+            greedy = _is_greedy(open_request.request.sampling.temperature)
+            direct = Direct(sample.token_ids, sample.logprobs, greedy, state, collector)
+            self._direct.add(sample.vllm_id, direct)
 
     def _oldest(self, salt: str) -> PolicyVersion:
         """Of any KV under a salt, that of other workers included."""
@@ -407,6 +428,8 @@ class VllmEngine:
         for sample in samples:
             sample.aborted = True
         open_request.prompt_ready.set()
+        for sample in samples:
+            self._direct.settle(sample.vllm_id)
         await self._llm.abort([sample.vllm_id for sample in samples if sample.vllm_id], internal=True)
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await asyncio.wait(tasks)  # vLLM answers with what there is
@@ -617,6 +640,10 @@ class VllmEngine:
         return self._counters.cache.drain_events()
 
 
+def _is_greedy(temperature: float) -> bool:
+    """Whether vLLM takes a temperature for 0, and tells log-probabilities of 1: all lies on the likeliest token."""
+    return 0 < temperature < GREEDY_BELOW
+
+
 def _at_temperature(logprobs: Sequence[float], temperature: float) -> Sequence[float]:
-    """Of tokens drawn at a temperature that vLLM takes for 0, and tells those of 1 of: all lies on the likeliest."""
-    return [0.0] * len(logprobs) if 0 < temperature < GREEDY_BELOW else logprobs
+    return [0.0] * len(logprobs) if _is_greedy(temperature) else logprobs

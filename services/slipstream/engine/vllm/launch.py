@@ -14,6 +14,7 @@ from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.engine.vllm.calls import end_calls_with_core
 from slipstream.engine.vllm.config import PROBE_PLACES, VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector
+from slipstream.engine.vllm.direct import DirectSamples
 from slipstream.engine.vllm.families import check_family
 from slipstream.engine.vllm.inherited import set_up
 from slipstream.engine.vllm.installed import check_connector, check_plugin, find_vllm
@@ -45,6 +46,7 @@ def launch(
     sizes: Sizes,
     config: VllmConfig,
     stat_logger: Any,
+    direct: DirectSamples,
     sockets: Path,
     connector: Connector,
     rank: DataParallelRank | None = None,
@@ -117,9 +119,18 @@ def launch(
     with starting(config.torch_threads, config.start_timeout_s):
         llm = AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
     envs.enable_envs_cache()  # vLLM asks for variables with each output: a tenth of what it does in this process
-    unpack_what_comes(llm.engine_core)
+    alone(llm.logger_manager)
+    unpack_what_comes(llm.engine_core, direct)
     end_calls_with_core(llm)
     return llm
+
+
+def alone(loggers: Any) -> None:
+    """Leave of an `AsyncLLM`'s loggers the one that was given to it. vLLM's own would count parts of steps alone."""
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    del loggers.stat_loggers[1:]
+    unregister_vllm_metrics()
 
 
 def set_environment(sockets: Path, own: Mapping[str, str]) -> None:

@@ -9,10 +9,13 @@ ones travel as a few strings of bytes, beside the statistics of the step.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
+
+from slipstream.engine.vllm.direct import DirectSamples
 
 PACKED = "slipstream-packed"
 MOST_ROWS = 255
@@ -38,8 +41,8 @@ def pack(outputs: Any) -> None:
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PACKED: packed}
 
 
-def unpack(outputs: Any) -> None:
-    """Give each request back what `pack` took."""
+def unpack(outputs: Any, direct: DirectSamples | None = None) -> None:
+    """Give each request back what `pack` took; what `direct` takes is no longer among the outputs."""
     from vllm.v1.outputs import LogprobsLists
 
     stats = outputs.scheduler_stats
@@ -49,21 +52,35 @@ def unpack(outputs: Any) -> None:
     stats.kv_connector_stats = stats.kv_connector_stats or None  # vLLM's metrics take an empty one for a connector's
     if packed is None:
         return
-    routes, logprobs = packed
-    for index, (rows,) in _apart(routes):
-        # A copy, as a view would keep the rows of all until the last of them has ended.
-        outputs.outputs[index].routed_experts = rows.copy()
-    for index, (token_ids, values, ranks) in _apart(logprobs):
-        outputs.outputs[index].new_logprobs = LogprobsLists(token_ids, values, ranks)
+    routes, logprobs = _Columns(packed[0]), _Columns(packed[1])
+    values = logprobs.numbers(1)
+    left: list[Any] = []
+    for index, output in enumerate(outputs.outputs):
+        row_count, at = routes.counts[index], routes.at
+        count, first = logprobs.counts[index], logprobs.at
+        routes.at += row_count
+        logprobs.at += count
+        if direct is not None and count and count == len(output.new_token_ids) and row_count in (0, count):
+            rows = routes.slice(0, at, row_count) if row_count else b""
+            if direct.take(output, values[first : first + count], rows, routes.kinds):
+                continue
+        if row_count:
+            # A copy, as a view would keep the rows of all until the last of them has ended.
+            output.routed_experts = routes.array(0, at, row_count).copy()
+        if count:
+            token_ids, of_tokens, ranks = (logprobs.array(column, first, count) for column in range(3))
+            output.new_logprobs = LogprobsLists(token_ids, of_tokens, ranks)
+        left.append(output)
+    outputs.outputs = left
 
 
-def unpack_what_comes(core: Any) -> None:
-    """Have a client of vLLM's engine process unpack all outputs, before anything looks at them."""
+def unpack_what_comes(core: Any, direct: DirectSamples) -> None:
+    """Have a client of vLLM's engine process unpack all outputs, before anything else looks at them."""
     receive = core.get_output_async
 
     async def get_output_async() -> Any:
         outputs = await receive()
-        unpack(outputs)
+        unpack(outputs, direct)
         return outputs
 
     core.get_output_async = get_output_async
@@ -89,15 +106,32 @@ def _together(parts: Sequence[Sequence[np.ndarray]]) -> Pack:
     return pack
 
 
-def _apart(pack: Pack) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
-    """Each output's number, and views of its arrays."""
-    counts, *described = pack
-    columns = [
-        np.frombuffer(data, dtype).reshape(-1, *shape)
-        for dtype, shape, data in zip(described[::3], described[1::3], described[2::3], strict=True)
-    ]
-    at = 0
-    for index, count in enumerate(counts):
-        if count:
-            yield index, [column[at : at + count] for column in columns]
-            at += count
+class _Columns:
+    """A pack, read from its first output to its last."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.counts, *described = pack
+        self.at = 0
+        """Rows of the outputs that were read."""
+        self.kinds: list[tuple[str, list[int]]] = list(zip(described[::3], described[1::3], strict=True))
+        self._data: list[bytes] = described[2::3]
+        self._row_bytes = [np.dtype(dtype).itemsize * prod(shape) for dtype, shape in self.kinds]
+        self._arrays: dict[int, np.ndarray] = {}
+
+    def slice(self, column: int, first: int, count: int) -> bytes:
+        """A copy of so many rows."""
+        size = self._row_bytes[column]
+        return self._data[column][first * size : (first + count) * size]
+
+    def array(self, column: int, first: int, count: int) -> np.ndarray:
+        """A view of so many rows."""
+        if column not in self._arrays:
+            dtype, shape = self.kinds[column]
+            self._arrays[column] = np.frombuffer(self._data[column], dtype).reshape(-1, *shape)
+        return self._arrays[column][first : first + count]
+
+    def numbers(self, column: int) -> list[float]:
+        """All of a column that has one in a row."""
+        if not self.kinds:
+            return []
+        return np.frombuffer(self._data[column], self.kinds[column][0]).tolist()

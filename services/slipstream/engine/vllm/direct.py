@@ -1,0 +1,96 @@
+"""Tokens of samples that go on, taken as they come: of what vLLM does with the outputs of a step, they need nothing.
+
+vLLM makes an object of the request's answer from each token, keeps its log-probability in three lists, counts what its
+own metrics show, and wakes whoever waits for the answer. At 64 samples on a GPU a step waits for that. A sample's first
+token, its last one, and all that is said of it beside tokens go that way; what lies between is put down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Direct:
+    """One sample that has begun, and vLLM's own state of it. Its waiter has taken all that came before."""
+
+    __slots__ = ("collector", "greedy", "kind", "logprobs", "rows", "state", "token_ids")
+
+    def __init__(self, token_ids: list[int], logprobs: list[float], greedy: bool, state: Any, collector: Any) -> None:
+        """Tokens and log-probabilities are put at the end of these lists.
+
+        `greedy`: vLLM took its temperature for 0, and tells log-probabilities of 1; all lies on the likeliest token.
+        """
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+        self.greedy = greedy
+        self.state = state
+        self.collector = collector
+        self.rows: list[bytes] = []
+        """Expert routes that `state` does not have yet."""
+        self.kind: tuple[str, Sequence[int]] = ("", ())
+        """Dtype and shape of a row."""
+
+    def settle(self) -> None:
+        """Let vLLM's state have the rows: what comes next goes its way."""
+        if self.rows:
+            dtype, shape = self.kind
+            rows = np.frombuffer(b"".join(self.rows), dtype).reshape(-1, *shape)
+            self.state.routed_experts_chunks.append(rows)
+            self.rows = []
+
+
+class DirectSamples:
+    """Of one engine, by the ids that vLLM has given them."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, Direct] = {}
+        self._token_count = 0
+
+    def add(self, vllm_id: str, sample: Direct) -> None:
+        self._samples[vllm_id] = sample
+
+    def settle(self, vllm_id: str) -> None:
+        """Before vLLM is asked to end it; from then on all goes vLLM's way."""
+        sample = self._samples.pop(vllm_id, None)
+        if sample is not None:
+            sample.settle()
+
+    def take_count(self) -> int:
+        """Tokens taken since the last call."""
+        count, self._token_count = self._token_count, 0
+        return count
+
+    def take(
+        self, output: Any, logprobs: Sequence[float], rows: bytes, kinds: Sequence[tuple[str, Sequence[int]]]
+    ) -> bool:
+        """Take a request's part of a step, if it is tokens alone; else vLLM has to look at it.
+
+        `rows`: of expert routes, one for each token, of the first dtype and shape of `kinds`; or none.
+        """
+        sample = self._samples.get(output.request_id)
+        if sample is None:
+            return False
+        if sample.collector.output is not None or not _is_tokens_alone(output):
+            sample.settle()
+            return False
+        sample.token_ids += output.new_token_ids
+        sample.logprobs += [0.0] * len(logprobs) if sample.greedy else logprobs
+        if rows:
+            sample.rows.append(rows)
+            sample.kind = kinds[0]
+        self._token_count += len(logprobs)
+        return True
+
+
+def _is_tokens_alone(output: Any) -> bool:
+    return (
+        output.finish_reason is None
+        and output.events is None
+        and output.routed_experts is None
+        and output.prefill_stats is None
+        and output.kv_transfer_params is None
+        and output.new_prompt_logprobs_tensors is None
+    )
