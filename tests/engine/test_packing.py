@@ -162,11 +162,27 @@ def test_tokens_alone_are_taken_out_and_all_others_are_whole(captured: bool):
     assert [sample.token_ids for sample in taken.values()] == [[0], [], [], [3]]
     for seed in (0, 3):
         sample, (rows, logprobs) = taken[str(seed)], parts[seed]
-        sample.settle()
+        sample.give_way()
         assert sample.logprobs == logprobs.logprobs.ravel().tolist()
         assert len(sample.state.routed_experts_chunks) == captured
         if captured:
             np.testing.assert_array_equal(sample.state.routed_experts_chunks[0], rows)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_that_vllm_gets_come_after_those_that_were_taken(together: bool):
+    direct, state = DirectSamples(), SimpleNamespace(routed_experts_chunks=[])
+    direct.add("0", Direct([], [], False, state, SimpleNamespace(output=None)))
+    others = [(routes_of(9, 1), logprobs_of(9, 1))]
+    first = outputs_of([(routes_of(1, 1), logprobs_of(1, 1)), *others])
+    later = outputs_of([(routes_of(2, 1), None), *(others if together else [])])  # a row, and no token
+    for outputs, left in ((first, others), (later, [None, *others] if together else [None])):
+        pack(outputs)
+        came = sent(outputs)
+        unpack(came, direct)
+        assert len(came.outputs) == len(left)
+    np.testing.assert_array_equal(state.routed_experts_chunks, [routes_of(1, 1)])
+    np.testing.assert_array_equal(came.outputs[0].routed_experts, routes_of(2, 1))
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -13,7 +13,16 @@ from slipstream.engine.vllm.direct import Direct, DirectSamples
 KINDS = [("<u2", [2, 3])]
 ROW = np.arange(6, dtype="<u2").reshape(1, 2, 3)
 QUIET: dict[str, Any] = dict.fromkeys(
-    ["finish_reason", "events", "routed_experts", "prefill_stats", "kv_transfer_params", "new_prompt_logprobs_tensors"]
+    [
+        "finish_reason",
+        "events",
+        "routed_experts",
+        "prefill_stats",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "new_prompt_logprobs_tensors",
+        "new_sampling_mask",
+    ]
 )
 
 
@@ -54,8 +63,10 @@ def test_tokens_alone_are_taken_and_their_rows_come_when_vllm_needs_them():
 def test_what_says_more_goes_to_vllm_after_the_rows_of_before(name: str):
     samples, sample = begun()
     assert take(samples, output_of(2), 10)
-    assert not take(samples, output_of(3, **{name: 0}), 20)
+    more = output_of(3, **{name: 0})
+    assert not take(samples, more, 20)
     assert sample.token_ids == [1, 2]
+    samples.give_way([more, SimpleNamespace(request_id="of nobody")])
     np.testing.assert_array_equal(sample.state.routed_experts_chunks, [ROW + 10])
     assert take(samples, output_of(4), 30)
     samples.settle("a")

@@ -33,8 +33,8 @@ class Direct:
         self.kind: tuple[str, Sequence[int]] = ("", ())
         """Dtype and shape of a row."""
 
-    def settle(self) -> None:
-        """Let vLLM's state have the rows: what comes next goes its way."""
+    def give_way(self) -> None:
+        """Let vLLM's state have the rows, before what comes next."""
         if self.rows:
             dtype, shape = self.kind
             rows = np.frombuffer(b"".join(self.rows), dtype).reshape(-1, *shape)
@@ -56,7 +56,13 @@ class DirectSamples:
         """Before vLLM is asked to end it; from then on all goes vLLM's way."""
         sample = self._samples.pop(vllm_id, None)
         if sample is not None:
-            sample.settle()
+            sample.give_way()
+
+    def give_way(self, outputs: Sequence[Any]) -> None:
+        """Before vLLM looks at these, whose rows come after those that were taken."""
+        for output in outputs:
+            if (sample := self._samples.get(output.request_id)) is not None:
+                sample.give_way()
 
     def take_count(self) -> int:
         """Tokens taken since the last call."""
@@ -71,10 +77,7 @@ class DirectSamples:
         `rows`: of expert routes, one for each token, of the first dtype and shape of `kinds`; or none.
         """
         sample = self._samples.get(output.request_id)
-        if sample is None:
-            return False
-        if sample.collector.output is not None or not _is_tokens_alone(output):
-            sample.settle()
+        if sample is None or sample.collector.output is not None or not _is_tokens_alone(output):
             return False
         sample.token_ids += output.new_token_ids
         sample.logprobs += [0.0] * len(logprobs) if sample.greedy else logprobs
@@ -92,5 +95,7 @@ def _is_tokens_alone(output: Any) -> bool:
         and output.routed_experts is None
         and output.prefill_stats is None
         and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+        and output.new_sampling_mask is None
         and output.new_prompt_logprobs_tensors is None
     )

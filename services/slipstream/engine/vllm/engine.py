@@ -335,7 +335,8 @@ class VllmEngine:
             open_request.error = error
         except Exception as error:
             open_request.error = RequestAborted(f"vLLM ended the request: {type(error).__name__}: {error}")
-        self._direct.settle(sample.vllm_id)
+        finally:
+            self._direct.settle(sample.vllm_id)
         open_request.prompt_ready.set()
         open_request.wake(flush=False)
 

@@ -43,6 +43,12 @@ def pack(outputs: Any) -> None:
 
 def unpack(outputs: Any, direct: DirectSamples | None = None) -> None:
     """Give each request back what `pack` took; what `direct` takes is no longer among the outputs."""
+    _unpack(outputs, direct)
+    if direct is not None:
+        direct.give_way(outputs.outputs)
+
+
+def _unpack(outputs: Any, direct: DirectSamples | None) -> None:
     from vllm.v1.outputs import LogprobsLists
 
     stats = outputs.scheduler_stats
