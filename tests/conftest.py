@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,6 +174,8 @@ async def between() -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """Stands before a server: `address = await between(address)`. It answers `delay_s` late, and drops connections
     beyond so many."""
     servers: list[asyncio.Server] = []
+    writers: list[asyncio.StreamWriter] = []
+    passing: list[asyncio.Task[Any]] = []
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -186,11 +189,15 @@ async def between() -> AsyncIterator[Callable[..., Awaitable[str]]]:
         numbers = itertools.count(1)
 
         async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
+            if (task := asyncio.current_task()) is not None:
+                passing.append(task)
             if next(numbers) > connections:
                 writer.transport.abort()
                 return
             await asyncio.sleep(delay_s)
             there, back = await asyncio.open_connection(host, int(port))
+            writers.append(back)
             await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
 
         servers.append(await asyncio.start_server(connect, "127.0.0.1", 0))
@@ -199,6 +206,12 @@ async def between() -> AsyncIterator[Callable[..., Awaitable[str]]]:
     yield start
     for server in servers:
         server.close()
+    for task in passing:
+        task.cancel()
+    await asyncio.gather(*passing, return_exceptions=True)
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)  # sockets close on the loop
 
 
 @pytest.fixture
