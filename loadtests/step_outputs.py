@@ -76,6 +76,7 @@ async def cost_us(options: argparse.Namespace, routes: bool, directly: bool) -> 
 
     from slipstream.engine.vllm.direct import Direct, DirectSamples
     from slipstream.engine.vllm.packing import unpack
+    from slipstream.engine.vllm.samples import Sample
 
     processor, decoder, direct = (
         OutputProcessor(None, log_stats=True),
@@ -90,8 +91,7 @@ async def cost_us(options: argparse.Namespace, routes: bool, directly: bool) -> 
         ignore_eos=True,
         output_kind=RequestOutputKind.DELTA,
     )
-    token_ids: list[list[int]] = [[] for _ in range(options.samples)]
-    logprobs: list[list[float]] = [[] for _ in range(options.samples)]
+    samples = [Sample(index, []) for index in range(options.samples)]
     collectors: list[Any] = []
     for sample in range(options.samples):
         name = name_of(sample)
@@ -111,13 +111,12 @@ async def cost_us(options: argparse.Namespace, routes: bool, directly: bool) -> 
         processor.add_request(request, None, None, 0, collectors[sample])
         if directly:
             state = processor.request_states[name]
-            direct.add(name, Direct(token_ids[sample], logprobs[sample], False, state, collectors[sample]))
+            direct.add(name, Direct(samples[sample], state, collectors[sample]))
 
     async def wait_for(sample: int) -> None:
         while True:
             (news,) = (collectors[sample].get_nowait() or await collectors[sample].get()).outputs
-            token_ids[sample] += news.token_ids
-            logprobs[sample] += news.logprobs.logprobs
+            samples[sample].add(news.token_ids, news.logprobs.logprobs)
 
     waiting = [asyncio.create_task(wait_for(sample)) for sample in range(options.samples)]
     await asyncio.sleep(0)
@@ -140,7 +139,9 @@ async def cost_us(options: argparse.Namespace, routes: bool, directly: bool) -> 
     for task in waiting:
         task.cancel()
     steps = WARM_UP_STEPS + ROUNDS * STEPS_A_ROUND
-    assert all(len(taken) == steps for taken in (*token_ids, *logprobs)), "tokens were lost"
+    assert all(len(taken) == steps for sample in samples for taken in (sample.token_ids, sample.logprobs)), (
+        "tokens were lost"
+    )
     return min(times_s) / STEPS_A_ROUND * 1e6
 
 

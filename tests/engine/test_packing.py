@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from slipstream.engine.vllm.direct import Direct, DirectSamples
 from slipstream.engine.vllm.launch import set_environment
 from slipstream.engine.vllm.packing import MOST_ROWS, pack, unpack
+from slipstream.engine.vllm.samples import Sample
 from tests.engine.bench import Factory, prompt_of
 from tests.engine.engines import Vllm
 
@@ -152,27 +153,27 @@ def test_tokens_alone_are_taken_out_and_all_others_are_whole(captured: bool):
     taken = {}
     for name in ("0", "1", "2", "3"):
         state = SimpleNamespace(routed_experts_chunks=[])
-        taken[name] = Direct([], [], False, state, SimpleNamespace(output=None))
+        taken[name] = Direct(Sample(0, []), state, SimpleNamespace(output=None))
         direct.add(name, taken[name])
     unpack(came, direct)
     assert [output.request_id for output in came.outputs] == ["1", "2", *(str(4 + at) for at in range(len(MIXED)))]
     for at, output in enumerate(came.outputs):
         output.request_id = str(at)
     assert_all_came(came, [parts[1], parts[2], *MIXED])
-    assert [sample.token_ids for sample in taken.values()] == [[0], [], [], [3]]
+    assert [direct.sample.token_ids for direct in taken.values()] == [[0], [], [], [3]]
     for seed in (0, 3):
-        sample, (rows, logprobs) = taken[str(seed)], parts[seed]
-        sample.give_way()
-        assert sample.logprobs == logprobs.logprobs.ravel().tolist()
-        assert len(sample.state.routed_experts_chunks) == captured
+        mine, (rows, logprobs) = taken[str(seed)], parts[seed]
+        mine.give_way()
+        assert mine.sample.logprobs == logprobs.logprobs.ravel().tolist()
+        assert len(mine.state.routed_experts_chunks) == captured
         if captured:
-            np.testing.assert_array_equal(sample.state.routed_experts_chunks[0], rows)
+            np.testing.assert_array_equal(mine.state.routed_experts_chunks[0], rows)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_rows_that_vllm_gets_come_after_those_that_were_taken(together: bool):
     direct, state = DirectSamples(), SimpleNamespace(routed_experts_chunks=[])
-    direct.add("0", Direct([], [], False, state, SimpleNamespace(output=None)))
+    direct.add("0", Direct(Sample(0, []), state, SimpleNamespace(output=None)))
     others = [(routes_of(9, 1), logprobs_of(9, 1))]
     first = outputs_of([(routes_of(1, 1), logprobs_of(1, 1)), *others])
     later = outputs_of([(routes_of(2, 1), None), *(others if together else [])])  # a row, and no token

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,28 @@ START_S = 40.0
 """More than a start takes on a busy machine."""
 
 
-def stop_and_kill(llm: Any) -> None:
-    """vLLM's process answers nothing that it is asked from now on, and dies a little later."""
+def stop(llm: Any) -> int:
+    """vLLM's process, whose id is returned, answers nothing that it is asked from now on."""
     (core,) = llm.engine_core.resources.engine_manager.processes
     os.kill(core.pid, signal.SIGSTOP)
-    asyncio.get_running_loop().call_later(DIES_S, os.kill, core.pid, signal.SIGKILL)
+    return core.pid
+
+
+def stop_and_kill(llm: Any) -> None:
+    """And dies a little later."""
+    asyncio.get_running_loop().call_later(DIES_S, os.kill, stop(llm), signal.SIGKILL)
+
+
+def when_up(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], object]) -> None:
+    """Have this done to vLLM as soon as its processes are up, before anything is asked of them."""
+    original = launch.launch
+
+    def launched(*asked: Any) -> Any:
+        llm = original(*asked)
+        act(llm)
+        return llm
+
+    monkeypatch.setattr(launch, "launch", launched)
 
 
 def left_behind() -> set[Path]:
@@ -107,15 +125,13 @@ async def test_the_end_of_an_engines_process_is_told_with_its_cause_and_leaves_n
 async def test_a_start_ends_with_the_engines_process(build: Factory, monkeypatch: pytest.MonkeyPatch):
     if not isinstance(build.kind, Vllm):
         return
-    original, before = launch.launch, left_behind()
+    before = left_behind()
 
-    def launched(*asked: Any) -> Any:
-        llm = original(*asked)
+    def up(llm: Any) -> None:
         stop_and_kill(llm)
         deadline.reschedule(asyncio.get_running_loop().time() + DEATH_TOLD_S)  # the loop stood still meanwhile
-        return llm
 
-    monkeypatch.setattr(launch, "launch", launched)
+    when_up(monkeypatch, up)
     engine = build.kind.new(build.model_dir, Limits())
     with pytest.raises(CoreEnded, match="was killed by SIGKILL"):
         async with asyncio.timeout(None) as deadline:
@@ -152,15 +168,8 @@ async def test_a_start_that_stands_still_ends_within_its_limit_and_says_where(
 async def test_a_start_ends_where_vllm_is_up_and_never_answers(build: Factory, monkeypatch: pytest.MonkeyPatch):
     if not isinstance(build.kind, Vllm):
         return
-    original, before = launch.launch, left_behind()
-
-    def launched(*asked: Any) -> Any:
-        llm = original(*asked)
-        (core,) = llm.engine_core.resources.engine_manager.processes
-        os.kill(core.pid, signal.SIGSTOP)
-        return llm
-
-    monkeypatch.setattr(launch, "launch", launched)
+    before = left_behind()
+    when_up(monkeypatch, stop)
     engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=START_S)
     with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s"):
         await engine.start()

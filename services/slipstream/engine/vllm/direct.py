@@ -12,26 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.engine.vllm.samples import Sample
+
 
 class Direct:
     """One sample that has begun, and vLLM's own state of it. Its waiter has taken all that came before."""
 
-    __slots__ = ("collector", "greedy", "kind", "logprobs", "rows", "state", "token_ids")
+    __slots__ = ("collector", "kind", "rows", "sample", "state")
 
-    def __init__(self, token_ids: list[int], logprobs: list[float], greedy: bool, state: Any, collector: Any) -> None:
-        """Tokens and log-probabilities are put at the end of these lists.
-
-        `greedy`: vLLM took its temperature for 0, and tells log-probabilities of 1; all lies on the likeliest token.
-        """
-        self.token_ids = token_ids
-        self.logprobs = logprobs
-        self.greedy = greedy
+    def __init__(self, sample: Sample, state: Any, collector: Any) -> None:
+        self.sample = sample
         self.state = state
         self.collector = collector
         self.rows: list[bytes] = []
-        """Expert routes that `state` does not have yet."""
+        """Expert routes that `state` does not have yet, a token's each."""
         self.kind: tuple[str, Sequence[int]] = ("", ())
-        """Dtype and shape of a row."""
+        """Dtype and shape of one."""
 
     def give_way(self) -> None:
         """Let vLLM's state have the rows, before what comes next."""
@@ -49,20 +45,20 @@ class DirectSamples:
         self._samples: dict[str, Direct] = {}
         self._token_count = 0
 
-    def add(self, vllm_id: str, sample: Direct) -> None:
-        self._samples[vllm_id] = sample
+    def add(self, vllm_id: str, direct: Direct) -> None:
+        self._samples[vllm_id] = direct
 
     def settle(self, vllm_id: str) -> None:
         """Before vLLM is asked to end it; from then on all goes vLLM's way."""
-        sample = self._samples.pop(vllm_id, None)
-        if sample is not None:
-            sample.give_way()
+        direct = self._samples.pop(vllm_id, None)
+        if direct is not None:
+            direct.give_way()
 
     def give_way(self, outputs: Sequence[Any]) -> None:
         """Before vLLM looks at these, whose rows come after those that were taken."""
         for output in outputs:
-            if (sample := self._samples.get(output.request_id)) is not None:
-                sample.give_way()
+            if (direct := self._samples.get(output.request_id)) is not None:
+                direct.give_way()
 
     def take_count(self) -> int:
         """Tokens taken since the last call."""
@@ -70,20 +66,18 @@ class DirectSamples:
         return count
 
     def take(
-        self, output: Any, logprobs: Sequence[float], rows: bytes, kinds: Sequence[tuple[str, Sequence[int]]]
+        self, output: Any, logprobs: Sequence[float], rows: Sequence[bytes], kind: tuple[str, Sequence[int]]
     ) -> bool:
         """Take a request's part of a step, if it is tokens alone; else vLLM has to look at it.
 
-        `rows`: of expert routes, one for each token, of the first dtype and shape of `kinds`; or none.
+        `rows`: of expert routes, one for each token, or none; their dtype and shape.
         """
-        sample = self._samples.get(output.request_id)
-        if sample is None or sample.collector.output is not None or not _is_tokens_alone(output):
+        direct = self._samples.get(output.request_id)
+        if direct is None or direct.collector.output is not None or not _is_tokens_alone(output):
             return False
-        sample.token_ids += output.new_token_ids
-        sample.logprobs += [0.0] * len(logprobs) if sample.greedy else logprobs
-        if rows:
-            sample.rows.append(rows)
-            sample.kind = kinds[0]
+        direct.sample.add(output.new_token_ids, logprobs)
+        direct.rows += rows
+        direct.kind = kind
         self._token_count += len(logprobs)
         return True
 

@@ -62,12 +62,13 @@ from slipstream.engine.vllm.connector import Connector, load_params
 from slipstream.engine.vllm.counters import Counters
 from slipstream.engine.vllm.direct import Direct, DirectSamples
 from slipstream.engine.vllm.offload.front import Offload
+from slipstream.engine.vllm.packing import unpack_what_comes
 from slipstream.engine.vllm.parallel import DataParallelRank
 from slipstream.engine.vllm.prefills import Prefills
 from slipstream.engine.vllm.prompts import prompt_logprobs, prompt_parameters
 from slipstream.engine.vllm.rows import ROWS_FROM, recomputed_from, routes_of
 from slipstream.engine.vllm.salts import SaltVersions
-from slipstream.engine.vllm.samples import OpenRequest, Sample, sample_seed
+from slipstream.engine.vllm.samples import GREEDY_BELOW, OpenRequest, Sample, sample_seed
 from slipstream.models.base import Sizes
 from slipstream.weights.manifest import Manifest
 from slipstream.weights.straight.received import Received
@@ -75,8 +76,6 @@ from slipstream.weights.straight.received import Received
 WATCH_INTERVAL_S = 0.2
 ABORT_TIMEOUT_S = 10.0
 FORGET_TIMEOUT_S = 60.0
-GREEDY_BELOW = 1e-5
-"""Temperatures that vLLM's sampler takes for 0."""
 SHUTDOWN_TIMEOUT_S = 10.0
 REPORT_INTERVAL_S = 0.1
 """A report may have been given while a step was under way, after which no other came."""
@@ -164,19 +163,13 @@ class VllmEngine:
         files = self._sockets.path
         try:
             self._llm = launch(
-                self._model_dir,
-                self._sizes,
-                self._config,
-                self._counters,
-                self._direct,
-                files,
-                self._connector,
-                self._rank,
+                self._model_dir, self._sizes, self._config, self._counters, files, self._connector, self._rank
             )
         except BaseException:
             self._sockets.close()
             self._offload.stop()
             raise
+        unpack_what_comes(self._llm.engine_core, self._direct)
         self._swapper = Swapper(self._sizes, self._config, self._llm.collective_rpc, self._probe_paused)
         self._prefills.start(self._llm)
         self._watching = asyncio.create_task(self._watch())
@@ -330,7 +323,7 @@ class VllmEngine:
                 begun = bool(sample.token_ids)
                 self._take(open_request, sample, collector.get_nowait() or await collector.get())
                 if sample.token_ids and not begun and not sample.finish_reason:
-                    self._take_directly(open_request, sample, collector)
+                    self._take_directly(sample, collector)
         except SlipstreamError as error:
             open_request.error = error
         except Exception as error:
@@ -353,23 +346,19 @@ class VllmEngine:
                 self._count_prompt(len(request.token_ids) - 1, sample.cached_token_count)
             open_request.prompt_ready.set()
             open_request.begin(sample, self._oldest(open_request.request.salt))
-        sample.token_ids += news.token_ids
         if news.token_ids:
-            # Flat: one for each token, as none but the sampled is asked for.
-            sample.logprobs += _at_temperature(news.logprobs.logprobs, open_request.request.sampling.temperature)
+            sample.add(news.token_ids, news.logprobs.logprobs)  # flat: none but the sampled is asked for
         if output.finished:
             if news.routed_experts is not None and open_request.request.capture_routes:
                 self._keep_routes(open_request.request, sample, news.routed_experts, recomputed_from(output))
             sample.finish_reason = _FINISH.get(news.finish_reason, "aborted")
             open_request.wake(flush=False)
 
-    def _take_directly(self, open_request: OpenRequest, sample: Sample, collector: Any) -> None:
+    def _take_directly(self, sample: Sample, collector: Any) -> None:
         """What comes from now on, but for the end."""
         state = self._llm.output_processor.request_states.get(sample.vllm_id)
         if state is not None:
-            greedy = _is_greedy(open_request.request.sampling.temperature)
-            direct = Direct(sample.token_ids, sample.logprobs, greedy, state, collector)
-            self._direct.add(sample.vllm_id, direct)
+            self._direct.add(sample.vllm_id, Direct(sample, state, collector))
 
     def _oldest(self, salt: str) -> PolicyVersion:
         """Of any KV under a salt, that of other workers included."""
@@ -639,12 +628,3 @@ class VllmEngine:
 
     def drain_kv_events(self) -> list[KvEvent]:
         return self._counters.cache.drain_events()
-
-
-def _is_greedy(temperature: float) -> bool:
-    """Whether vLLM takes a temperature for 0, and tells log-probabilities of 1: all lies on the likeliest token."""
-    return 0 < temperature < GREEDY_BELOW
-
-
-def _at_temperature(logprobs: Sequence[float], temperature: float) -> Sequence[float]:
-    return [0.0] * len(logprobs) if _is_greedy(temperature) else logprobs

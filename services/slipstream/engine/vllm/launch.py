@@ -14,7 +14,6 @@ from slipstream.common.config import ENVIRONMENT, ConfigError
 from slipstream.engine.vllm.calls import end_calls_with_core
 from slipstream.engine.vllm.config import PROBE_PLACES, VllmConfig, kv_bytes_per_token
 from slipstream.engine.vllm.connector import Connector
-from slipstream.engine.vllm.direct import DirectSamples
 from slipstream.engine.vllm.families import check_family
 from slipstream.engine.vllm.inherited import set_up
 from slipstream.engine.vllm.installed import check_connector, check_plugin, find_vllm
@@ -46,7 +45,6 @@ def launch(
     sizes: Sizes,
     config: VllmConfig,
     stat_logger: Any,
-    direct: DirectSamples,
     sockets: Path,
     connector: Connector,
     rank: DataParallelRank | None = None,
@@ -75,7 +73,6 @@ def launch(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from slipstream.engine.vllm.merging import keep_routes_when_merging
-    from slipstream.engine.vllm.packing import unpack_what_comes
     from slipstream.engine.vllm.plugin import WORKER_EXTENSION, register
 
     envs.disable_envs_cache()  # of an engine that was started before, whose environment may have been another
@@ -120,7 +117,6 @@ def launch(
         llm = AsyncLLM.from_vllm_config(engine_config, stat_loggers=[stat_logger], enable_log_requests=False)
     envs.enable_envs_cache()  # vLLM asks for variables with each output: a tenth of what it does in this process
     alone(llm.logger_manager)
-    unpack_what_comes(llm.engine_core, direct)
     end_calls_with_core(llm)
     return llm
 

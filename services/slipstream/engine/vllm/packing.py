@@ -10,7 +10,6 @@ ones travel as a few strings of bytes, beside the statistics of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -58,23 +57,22 @@ def _unpack(outputs: Any, direct: DirectSamples | None) -> None:
     stats.kv_connector_stats = stats.kv_connector_stats or None  # vLLM's metrics take an empty one for a connector's
     if packed is None:
         return
-    routes, logprobs = _Columns(packed[0]), _Columns(packed[1])
-    values = logprobs.numbers(1)
+    (row_counts, of_routes), (counts, of_logprobs) = map(_columns, packed)
+    values = of_logprobs[1].ravel().tolist() if of_logprobs else []
+    each, kind = _each_row(*of_routes)
     left: list[Any] = []
-    for index, output in enumerate(outputs.outputs):
-        row_count, at = routes.counts[index], routes.at
-        count, first = logprobs.counts[index], logprobs.at
-        routes.at += row_count
-        logprobs.at += count
-        if direct is not None and count and count == len(output.new_token_ids) and row_count in (0, count):
-            rows = routes.slice(0, at, row_count) if row_count else b""
-            if direct.take(output, values[first : first + count], rows, routes.kinds):
-                continue
+    at = first = 0
+    for output, row_count, count in zip(outputs.outputs, row_counts, counts, strict=True):
+        known, told = slice(at, at + row_count), slice(first, first + count)
+        at, first = known.stop, told.stop
+        whole = 0 < count == len(output.new_token_ids) and row_count in (0, count)
+        if direct is not None and whole and direct.take(output, values[told], each[known], kind):
+            continue
         if row_count:
             # A copy, as a view would keep the rows of all until the last of them has ended.
-            output.routed_experts = routes.array(0, at, row_count).copy()
+            output.routed_experts = of_routes[0][known].copy()
         if count:
-            token_ids, of_tokens, ranks = (logprobs.array(column, first, count) for column in range(3))
+            token_ids, of_tokens, ranks = (column[told] for column in of_logprobs)
             output.new_logprobs = LogprobsLists(token_ids, of_tokens, ranks)
         left.append(output)
     outputs.outputs = left
@@ -112,32 +110,17 @@ def _together(parts: Sequence[Sequence[np.ndarray]]) -> Pack:
     return pack
 
 
-class _Columns:
-    """A pack, read from its first output to its last."""
+def _columns(pack: Pack) -> tuple[bytes, list[np.ndarray]]:
+    """How many rows each output has, and all rows of each of its arrays."""
+    counts, *described = pack
+    return counts, [
+        np.frombuffer(data, dtype).reshape(-1, *shape)
+        for dtype, shape, data in zip(described[::3], described[1::3], described[2::3], strict=True)
+    ]
 
-    def __init__(self, pack: Pack) -> None:
-        self.counts, *described = pack
-        self.at = 0
-        """Rows of the outputs that were read."""
-        self.kinds: list[tuple[str, list[int]]] = list(zip(described[::3], described[1::3], strict=True))
-        self._data: list[bytes] = described[2::3]
-        self._row_bytes = [np.dtype(dtype).itemsize * prod(shape) for dtype, shape in self.kinds]
-        self._arrays: dict[int, np.ndarray] = {}
 
-    def slice(self, column: int, first: int, count: int) -> bytes:
-        """A copy of so many rows."""
-        size = self._row_bytes[column]
-        return self._data[column][first * size : (first + count) * size]
-
-    def array(self, column: int, first: int, count: int) -> np.ndarray:
-        """A view of so many rows."""
-        if column not in self._arrays:
-            dtype, shape = self.kinds[column]
-            self._arrays[column] = np.frombuffer(self._data[column], dtype).reshape(-1, *shape)
-        return self._arrays[column][first : first + count]
-
-    def numbers(self, column: int) -> list[float]:
-        """All of a column that has one in a row."""
-        if not self.kinds:
-            return []
-        return np.frombuffer(self._data[column], self.kinds[column][0]).tolist()
+def _each_row(rows: np.ndarray | None = None) -> tuple[list[bytes], tuple[str, Sequence[int]]]:
+    """Each row by itself, in one go for all of them; dtype and shape of one."""
+    if rows is None:
+        return [], ("", ())
+    return rows.reshape(len(rows), -1).view(f"V{rows[0].nbytes}").ravel().tolist(), (rows.dtype.str, rows.shape[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from slipstream.common.version import UNSET, PolicyVersion
 from slipstream.engine.base import DecodeRequest, FinishReason, SampleChunk
 
 SEED_BITS = 63
+GREEDY_BELOW = 1e-5
+"""Temperatures that vLLM's sampler takes for 0."""
 
 
 def sample_seed(seed: int, sample_index: int) -> int:
@@ -27,6 +30,8 @@ class Sample:
     index: int
     spans: list[tuple[int, PolicyVersion]]
     """(first position, weights that sample from there on)."""
+    greedy: bool = False
+    """Whether vLLM takes its temperature for 0, and tells log-probabilities of 1: all lies on the likeliest token."""
     vllm_id: str = ""
     """Set once vLLM has it."""
     token_ids: list[int] = field(default_factory=list[int])
@@ -48,6 +53,11 @@ class Sample:
             self.spans = [(0, version)]
         else:
             self.spans.append((sampled_count, version))
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """What vLLM sampled next."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(logprobs) if self.greedy else logprobs
 
     def take(self) -> SampleChunk | None:
         """What came since the last chunk, if anything."""
@@ -88,7 +98,8 @@ class OpenRequest:
         self.request = request
         self.transfer = transfer
         """What the connector is told of KV from elsewhere."""
-        self.samples = [Sample(index, [(0, version)]) for index in range(len(request.sample_ids))]
+        greedy = 0 < request.sampling.temperature < GREEDY_BELOW
+        self.samples = [Sample(index, [(0, version)], greedy) for index in range(len(request.sample_ids))]
         self.error: Exception | None = None
         self.counted = False
         """Whether the counters have its prompt."""
