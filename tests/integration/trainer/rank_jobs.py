@@ -178,13 +178,16 @@ def resharded(folder: Path, algorithm: str) -> dict[str, float]:
 
 
 def killed(folder: Path) -> dict[str, int]:
-    """Writers that save one step after the other are killed at random; what they leave is looked at each time."""
+    """Writers that save one step after the other are killed at random; what they leave is looked at each time.
+
+    Every second one is killed at a random moment of those at which a checkpoint is half written.
+    """
     store = CheckpointStore(folder, keep_last=2)
     training = training_of("adamw")
     steps(training, 1, 1)
     rng = random.Random(5)
     in_the_middle = step = 0
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         reader, writer = os.pipe()
 
         def saves(writer: int = writer, step: int = step) -> None:
@@ -198,7 +201,7 @@ def killed(folder: Path) -> dict[str, int]:
         os.close(writer)
         with contextlib.closing(os.fdopen(reader, "rb", buffering=0)) as told:
             assert select.select([told], [], [], DEADLINE_S)[0], "no checkpoint was written"
-            time.sleep(rng.uniform(0.0, 0.06))
+            stop_at_random(pid, rng, lambda half=kill % 2: not half or any(folder.glob(".saving-*")))
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             durable = int(told.read()[-9:])
@@ -213,6 +216,19 @@ def killed(folder: Path) -> dict[str, int]:
         values |= {float(state["exp_avg"].max()) for state in fresh.optimizer.state.values()}
         assert values == {float(step)}, values
     return {"kills": KILLS, "in_the_middle": in_the_middle, "step": step}
+
+
+def stop_at_random(pid: int, rng: random.Random, fits: Callable[[], bool]) -> None:
+    """Stop the process at random moments until one fits; it goes on after those that do not."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        time.sleep(rng.uniform(0.0, 0.06))
+        os.kill(pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]), "the writer ended by itself"
+        if fits():
+            return
+        os.kill(pid, signal.SIGCONT)
+    raise TimeoutError("no moment fits")
 
 
 @torch.no_grad()

@@ -35,4 +35,4 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks_and_training_goes_on_t
 
 def test_twenty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(seen):
     assert seen["killed"]["kills"] == 20
-    assert seen["killed"]["in_the_middle"] >= 3, "the kills must hit writers at work"
+    assert seen["killed"]["in_the_middle"] >= 10, "every second kill hits a writer at work"
