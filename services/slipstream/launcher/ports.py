@@ -7,7 +7,6 @@ the life of the launcher, keeps a second run of the same user from picking it me
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import socket
@@ -16,6 +15,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from slipstream.common.locks import FileLock
 from slipstream.launcher.errors import NoPortError
 
 LOOPBACK = "127.0.0.1"
@@ -47,27 +47,24 @@ class PortLease:
     """
 
     def __init__(self, lock_dir: Path | None = None, owner: str = "") -> None:
-        self._owner = owner.encode()
+        self._owner = owner
         self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}" / "ports"
         self._lock_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._locks: dict[int, int] = {}
+        self._locks: dict[int, FileLock] = {}
 
     def try_take(self, port: int) -> bool:
         """Lock the port if nobody listens on it and no other launcher holds it."""
         if port in self._locks:
             return False
-        handle = os.open(self._lock_dir / str(port), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = FileLock(self._lock_dir / str(port))
         except BlockingIOError:
-            os.close(handle)
             return False
         if not bindable(port):
-            os.close(handle)
+            lock.release()
             return False
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, self._owner, 0)
-        self._locks[port] = handle
+        lock.say(self._owner)
+        self._locks[port] = lock
         return True
 
     @property
@@ -88,8 +85,8 @@ class PortLease:
         raise NoPortError("no free loopback port is left")
 
     def close(self) -> None:
-        for handle in self._locks.values():
-            os.close(handle)
+        for lock in self._locks.values():
+            lock.release()
         self._locks.clear()
 
 

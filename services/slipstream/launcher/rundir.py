@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import fcntl
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from slipstream.common.auth import write_token
 from slipstream.common.config_errors import ConfigError, suggest
 from slipstream.common.config_files import read_toml
 from slipstream.common.disk import AppendFile, PatientFile
+from slipstream.common.locks import FileLock, holder_of
 from slipstream.launcher.errors import LauncherError, RunDirError
 
 SUBDIRECTORIES = ("configs", "logs", "journal", "rollouts", "timeline", "versions", "model", "checkpoints")
@@ -25,6 +25,8 @@ MAX_NAME_ATTEMPTS = 10_000
 EVENTS_BUFFER_BYTES = 1 << 20
 SHOWN_RUNS = 5
 """When one is not found."""
+LOCK_PATIENCE_S = 0.5
+"""For how long a launcher waits for those who only ask whether its run is in use, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -139,32 +141,19 @@ class RunLock:
     """Held by the launcher while it owns a run directory; the file names its process."""
 
     def __init__(self, run: RunDir) -> None:
-        self._handle = os.open(run.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = FileLock(run.lock_file, str(os.getpid()), patience_s=LOCK_PATIENCE_S)
         except BlockingIOError:
-            os.close(self._handle)
             raise RunDirError(f"{run.path} is in use by another launcher") from None
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        os.close(self._handle)
+        self._lock.release()
 
 
 def launcher_pid(run: RunDir) -> int | None:
     """Process that runs this directory now, or None. A stale file of a dead launcher counts as None."""
-    try:
-        handle = os.open(run.lock_file, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return int(os.pread(handle, 32, 0) or b"0") or None
-    finally:
-        os.close(handle)
-    return None
+    pid = holder_of(run.lock_file)
+    return int(pid) if pid else None
 
 
 def find_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:

@@ -5,8 +5,6 @@ And lets one process at a time be the runner of a name.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,8 +12,9 @@ from pathlib import Path
 
 import structlog
 
-from slipstream.common.disk import full_disk_named, make_directory, replace_file
+from slipstream.common.disk import make_directory, replace_file
 from slipstream.common.exits import ServiceFailed
+from slipstream.common.locks import FileLock
 
 log = structlog.get_logger()
 
@@ -47,23 +46,20 @@ def next_epoch(file: Path, clock_ns: Callable[[], int] = time.time_ns) -> str:
 @contextmanager
 def alone(run_dir: Path, runner_id: str) -> Generator[None, None, None]:
     """Be the one process here that runs as `runner_id`: a second would cut, and append to, the spool that the first
-    writes. A file system without locks guards nobody.
+    writes.
 
     Raises:
         ServiceFailed: another process is.
         DiskFull: there is no room.
     """
     make_directory(run_dir)
-    file = run_dir / f"{runner_id}.lock"
-    with full_disk_named(file):
-        held = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ServiceFailed(
-                f"another process is {runner_id} in {run_dir}: end it first, or take another replica"
-            ) from None
+        lock = FileLock(run_dir / f"{runner_id}.lock")
+    except BlockingIOError:
+        raise ServiceFailed(
+            f"another process is {runner_id} in {run_dir}: end it first, or take another replica"
+        ) from None
+    try:
         yield
     finally:
-        os.close(held)
+        lock.release()
