@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from redis import asyncio as redis
 from run_process import terminal_outcomes
 
 from slipstream.common.state import PUBLISHED, SERVING, State
@@ -65,6 +66,35 @@ async def test_a_server_that_came_back_empty_between_two_writes_is_filled_again(
     finally:
         loop.cancel()
         await state.close()
+        metrics.close()
+
+
+async def test_a_full_server_closes_admission_with_a_sentence_that_names_its_limit(own_valkey, tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", time.time)
+    run_state = RunState("run", 10, metrics)
+    run_state.published = run_state.serving = version = PolicyVersion(1, 7)
+    state, server = State(own_valkey.url, "run"), redis.Redis.from_url(own_valkey.url)
+    leases = RunnerLeases(10.0, time.monotonic)
+    leases.renew("runner-1", "1")
+    mirror = RedisMirror(state, run_state, leases, asyncio.Event(), lambda: {"train-1": "1.7"}, lambda: None)
+    loop = asyncio.create_task(mirror.run())
+    try:
+        await written(own_valkey.url, version)
+        await server.config_set("maxmemory", 1)
+        async with asyncio.timeout(20):
+            while not run_state.pauses:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert run_state.pauses["redis"].startswith("admission waits: Redis is full, its maxmemory is reached")
+        await asyncio.sleep(0.6)  # it does not open between two tries
+        assert run_state.pauses
+        await server.config_set("maxmemory", 0)
+        async with asyncio.timeout(20):
+            while run_state.pauses:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        loop.cancel()
+        await state.close()
+        await server.aclose()
         metrics.close()
 
 

@@ -140,7 +140,7 @@ class DiskFull(SlipstreamError):
 
 
 class StateUnavailable(SlipstreamError):
-    """Redis is away. Nothing is lost: wait and try again."""
+    """Redis is away, full, or takes no writes for now. Nothing is lost: wait and try again."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "STATE_UNAVAILABLE"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 from redis import asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, ResponseError, TryAgainError, WatchError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.exceptions import WatchError
 
 from slipstream.common.errors import StateConflict, StateUnavailable
 from slipstream.common.version import UNSET, PolicyVersion
@@ -29,6 +30,10 @@ SERVING = "serving"
 STREAM_LENGTH = 10_000
 BLOCK_MS = 2_000
 ATTEMPTS = 50
+PING_TTL_S = 10.0
+
+_PASSING = re.compile(r"\b(BUSY|MISCONF|NOREPLICAS) ")
+"""Codes that redis-py has no class for, anywhere in what it makes of them in a pipeline."""
 
 
 class Lease(NamedTuple):
@@ -47,7 +52,7 @@ class Change(NamedTuple):
 
 
 class State:
-    """A client of the run's Redis. Every method raises `StateUnavailable` when Redis is away."""
+    """A client of the run's Redis. Every method raises `StateUnavailable` when Redis is away, or full."""
 
     def __init__(self, url: str, run_id: str) -> None:
         self._prefix = f"slipstream:{run_id}:"
@@ -66,9 +71,8 @@ class State:
         await self._redis.aclose()
 
     async def ping(self) -> None:
-        """Return if Redis answers."""
-        with _available():
-            await self._redis.ping()
+        """Return if Redis answers and takes writes."""
+        await self.put("ping", "", PING_TTL_S)
 
     # Versions
 
@@ -228,11 +232,24 @@ def _available() -> Generator[None, None, None]:
         yield
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
         raise StateUnavailable(f"Redis is away: {error}") from error
+    except OutOfMemoryError as error:
+        raise StateUnavailable(f"Redis is full, its maxmemory is reached: {error}", limit="maxmemory") from error
+    except ResponseError as error:
+        if not _passes(error):
+            raise
+        raise StateUnavailable(f"Redis refuses what it is asked for now: {error}") from error
     # redis-py sends through `asyncio.wait_for`, which on Python 3.11 can swallow a cancellation: a loop that is
     # told to end would go on for ever.
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
+
+
+def _passes(error: ResponseError) -> bool:
+    """Whether a refusal is the server's state, which passes: a replica that takes over, a disk it cannot save to."""
+    if isinstance(error, ReadOnlyError | ClusterDownError | TryAgainError):
+        return True
+    return _PASSING.search(str(error)) is not None
 
 
 def _owner(lease: str | None) -> str | None:

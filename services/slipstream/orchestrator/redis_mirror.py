@@ -1,7 +1,7 @@
 """What the orchestrator shows in Redis: versions, runner leases and the dispatch versions of open groups.
 
-A mirror, never the only copy. Changes are collected and written in one go; when Redis is away admission pauses, and
-when it is back everything is written again, so that an empty server is as good as the old one.
+A mirror, never the only copy. Changes are collected and written in one go; when Redis is away or full admission
+pauses, and when it takes writes again everything is written again, so that an empty server is as good as the old one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RedisMirror:
         # The server may come back empty: everything is to be written again.
         self._written.clear()
         self._leases_at = float("-inf")
-        self._state.pause(_PAUSE, f"Redis is away, admission waits: {error.message}")
+        self._state.pause(_PAUSE, f"admission waits: {error.message}")
 
     def _found(self) -> None:
         if _PAUSE in self._state.pauses:

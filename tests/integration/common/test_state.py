@@ -6,6 +6,8 @@ import asyncio
 import random
 
 import pytest
+from redis import asyncio as redis
+from redis.exceptions import ResponseError
 
 from slipstream.common.errors import StateUnavailable
 from slipstream.common.state import PUBLISHED, State
@@ -94,3 +96,51 @@ async def test_a_server_that_is_away_is_said_at_once_and_used_again_when_back(ow
     own_valkey.start()
     assert await state.advance(PUBLISHED, PolicyVersion(1, 2))
     await state.close()
+
+
+FULL = ("CONFIG", "SET", "maxmemory", "1")
+ROOM = ("CONFIG", "SET", "maxmemory", "0")
+REFUSALS = {
+    "full": (FULL, ROOM, "maxmemory"),
+    "read-only": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "read only replica"),
+    "replicas": (
+        ("CONFIG", "SET", "min-replicas-to-write", "1"),
+        ("CONFIG", "SET", "min-replicas-to-write", "0"),
+        "NOREPLICAS",
+    ),
+}
+WRITES = {
+    "advance": lambda state: state.advance(PUBLISHED, PolicyVersion(1, 2)),
+    "acquire": lambda state: state.acquire("worker/decode-1", "a", ttl_s=5),
+    "put": lambda state: state.put("dispatch/g1", "1.3"),
+    "write_many": lambda state: state.write_many({"placement/1": "x", "placement/2": "y"}, ["placement/3"], 5.0),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("write", WRITES)
+async def test_a_server_that_takes_no_write_now_is_unavailable_and_takes_it_later(own_valkey, refusal, write):
+    refuse, take, named = REFUSALS[refusal]
+    server = redis.Redis.from_url(own_valkey.url)
+    state = State(own_valkey.url, "run")
+    try:
+        assert await state.advance(PUBLISHED, PolicyVersion(1, 1))
+        await server.execute_command(*refuse)
+        with pytest.raises(StateUnavailable, match=named):
+            await WRITES[write](state)
+        assert await state.version(PUBLISHED) == PolicyVersion(1, 1)
+        await server.execute_command(*take)
+        await WRITES[write](state)
+    finally:
+        await state.close()
+        await server.aclose()
+
+
+async def test_a_refusal_that_does_not_pass_is_no_outage(state, valkey_url, tmp_path):
+    server = redis.Redis.from_url(valkey_url)
+    try:
+        await server.lpush(f"slipstream:{tmp_path.name}:{PUBLISHED}", "a list")
+        with pytest.raises(ResponseError, match="WRONGTYPE"):
+            await state.version(PUBLISHED)
+    finally:
+        await server.aclose()

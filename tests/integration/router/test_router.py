@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from redis import asyncio as redis
+from structlog.testing import capture_logs
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.api.routing.v1 import routing_pb2
@@ -192,6 +194,29 @@ async def test_without_valkey_nothing_is_placed_and_open_placements_are_written_
     await world.placeable()
     assert json.loads(await world.mirrored(kept.placement_id))["decode"] == kept.decode.replica
     await world.mirrored(released.placement_id, there=False)
+
+
+async def test_while_valkey_is_full_nothing_is_placed_and_the_log_says_so_once(world: Any, own_valkey: Any) -> None:
+    kept, released = await world.place(), await world.place()
+    await world.mirrored(kept.placement_id)
+    server = redis.Redis.from_url(own_valkey.url)
+    with capture_logs() as logs:
+        await server.config_set("maxmemory", 1)
+        async with asyncio.timeout(10):
+            while not any(entry["event"] == "redis_away" for entry in logs):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for _ in range(20):
+            assert await world.refused() == "STATE_UNAVAILABLE"
+            await asyncio.sleep(0.05)
+        assert await world.release(released.placement_id) == 1
+        await server.config_set("maxmemory", 0)
+        await world.placeable()
+    await server.aclose()
+    await world.mirrored(released.placement_id, there=False)
+    assert json.loads(await world.mirrored(kept.placement_id))["decode"] == kept.decode.replica
+    told = [entry for entry in logs if entry["event"] in ("redis_away", "redis_back")]
+    assert [entry["event"] for entry in told] == ["redis_away", "redis_back"]
+    assert "maxmemory" in told[0]["detail"]
 
 
 async def test_workers_are_listed_in_pages(world: Any) -> None:
