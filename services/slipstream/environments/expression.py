@@ -55,7 +55,8 @@ class Expression:
                 "expressions": texts,
             }
             # Room for every sample to use up its own limit.
-            limits = SandboxLimits(wall_s=max(config.sandbox_wall_s, len(texts) * config.sample_cpu_s + 2.0))
+            room_s = max(config.sandbox_wall_s, len(texts) * config.sample_cpu_s + 2.0)
+            limits = SandboxLimits(wall_s=room_s, cpu_s=room_s)
             return await tools.run_python(_judge(), repr(request).encode(), limits)
 
         verdicts, outcome = await self._queue.judge(target, expressions, execute)
