@@ -23,10 +23,11 @@ from slipstream.launcher.child import guarded
 START_TIMEOUT_S = 60.0
 
 with contextlib.suppress(ImportError):  # a machine with a card may lack it, and runs no test that needs it
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    # By itself an example may take 200 ms, which a busy machine or the first one's compiler takes longer than.
-    settings.register_profile("busy", deadline=None)
+    # By itself an example may take 200 ms, and ten a second to draw, which a busy machine or the first one's compiler
+    # takes longer than.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
 
 

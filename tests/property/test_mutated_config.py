@@ -17,6 +17,8 @@ from slipstream.launcher.config import RUN_CONFIG
 from slipstream.launcher.resolve import check
 
 DEMO = (Path(__file__).parents[2] / "examples" / "demo.toml").read_text()
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+"""That are left out: each example writes over the file, and a busy machine draws slowly."""
 KEYS = [
     *("run", "seed", "orchestrator", "total_steps", "trainer", "loss", "type", "environments", "weight", "engine"),
     *("decode", "block_count", "0", "max-new-tokens", "replicas", "model", "dim", "betas", "optim", "options"),
@@ -49,7 +51,7 @@ def loads_or_is_refused(path: Path, overrides: tuple[str, ...] = ()) -> None:
     assert refusal.isprintable(), "one line"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=CHECKS)
 @given(data=st.data())
 def test_a_changed_value_loads_or_is_refused(tmp_path, data):
     document = tomllib.loads(DEMO)
@@ -64,7 +66,7 @@ def test_a_changed_value_loads_or_is_refused(tmp_path, data):
         loads_or_is_refused(path)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
 @given(at=st.integers(0, len(DEMO)), length=st.integers(0, 40), into=st.binary(max_size=12))
 def test_a_changed_file_loads_or_is_refused(tmp_path, at, length, into):
     path = tmp_path / "mutated.toml"
@@ -73,7 +75,7 @@ def test_a_changed_file_loads_or_is_refused(tmp_path, at, length, into):
     loads_or_is_refused(path)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
 @given(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4), value=st.text(max_size=12))
 def test_any_flag_loads_or_is_refused(tmp_path, keys, value):
     path = tmp_path / "demo.toml"

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
 from slipstream.common.exits import ServiceFailed
 from slipstream.common.metrics import Reading, RpcMetrics, serve_metrics
+from slipstream.launcher.ports import bindable, candidate_ports
 
 MODULES = (
     "slipstream.common.metrics",
@@ -77,9 +78,7 @@ def test_a_table_that_changes_while_it_is_read_is_read_again(reading):
 
 def test_metrics_are_served_over_http_until_they_are_ended():
     RpcMetrics("/test/Served").ended("OK", time.perf_counter())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = next(filter(bindable, candidate_ports()))
     end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port)))
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:

@@ -295,12 +295,12 @@ class Connection:
 
 def child():
     gc.collect()
-    time.sleep(1)
+    time.sleep(3)
 
 context = multiprocessing.get_context("fork")
 gc.disable()
 Connection()
-with starting(1, limit_s=0.5):
+with starting(1, limit_s=2.0):
     core = context.Process(target=child, name="child")
     core.start()
 gc.collect()
@@ -328,7 +328,7 @@ def core(pipe):
 
 context = multiprocessing.get_context("fork")
 try:
-    with starting(1, limit_s=1.0):
+    with starting(1, limit_s=3.0):
         ours, theirs = context.Pipe()
         process = context.Process(target=core, args=(theirs,))
         process.start()
@@ -346,7 +346,7 @@ time.sleep(60)
         assert worker.stderr is not None
         begun = [int(pid) for pid in worker.stdout.readline().split()]
         said = worker.stdout.readline()
-        assert said.startswith("-9 vLLM was not up within engine.start_timeout_s = 1 s"), said
+        assert said.startswith("-9 vLLM was not up within engine.start_timeout_s = 3 s"), said
         deadline_s = time.monotonic() + 30
         while any(alive(pid) for pid in begun):
             assert time.monotonic() < deadline_s, "it lives on"

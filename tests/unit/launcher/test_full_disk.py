@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-import time
 
 import pytest
 
@@ -43,22 +43,40 @@ def test_a_report_that_finds_no_room_leaves_nothing_behind(synthetic_run, small_
     assert (run.path / "report.html").stat().st_size > 0
 
 
+PORTIONS = 200
+PRINTS = """
+import sys
+with open(sys.argv[1], "rb", buffering=0) as asked, open(sys.argv[2], "wb", buffering=0) as told:
+    while asked.read(1) == b".":
+        for n in range(500):
+            print(10000 + n, flush=True)
+        told.write(b".")
+    print("the end")
+"""
+"""500 lines each time that it is asked for them, and one that comes alone."""
+
+
 def test_what_a_process_prints_is_kept_within_its_bound_while_it_goes_on(tmp_path):
-    output = tmp_path / "runner-1.out"
-    # The last line comes alone: what is printed between a copy and a cut may be lost.
-    steps = "n < 99999 or time.sleep(0.5); print(n, flush=True); n % 500 or time.sleep(0.02)"
-    program = f"import time\nfor n in range(100000): {steps}"
-    spec = ProcessSpec("runner-1", (sys.executable, "-c", program), output, output)
-    process = SupervisedProcess(spec)
+    directory, pipes = tmp_path / "logs", [tmp_path / "ask", tmp_path / "tell"]
+    directory.mkdir()
+    output = directory / "runner-1.out"
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    command = (sys.executable, "-c", PRINTS, *map(str, pipes))
+    process = SupervisedProcess(ProcessSpec("runner-1", command, output, output))
     most = 0
     try:
-        while process.exit_reason() is None:
-            process.limit_output(4096, 1)
-            most = max(most, sum(path.stat().st_size for path in tmp_path.iterdir()))
-            time.sleep(0.005)
+        with pipes[0].open("wb", buffering=0) as ask, pipes[1].open("rb", buffering=0) as told:
+            for _ in range(PORTIONS):
+                ask.write(b".")
+                process.limit_output(4096, 1)  # while it prints
+                assert told.read(1), "it has ended"
+                most = max(most, sum(path.stat().st_size for path in directory.iterdir()))
+            process.limit_output(4096, 1)  # what is printed between a copy and a cut may be lost
+            ask.write(b"!")
     finally:
         process.wait()
     process.limit_output(4096, 1)
-    lines = b"".join(path.read_bytes() for path in (tmp_path / "runner-1.out.1", output)).splitlines()
-    assert lines[-1] == b"99999"
-    assert most < 100_000, "588,890 bytes were printed"
+    lines = b"".join(path.read_bytes() for path in (directory / "runner-1.out.1", output)).splitlines()
+    assert lines[-1] == b"the end"
+    assert most < 4 * 4096, "600,000 bytes were printed"

@@ -107,6 +107,11 @@ def test_records_without_figures_of_a_step_are_not_shown():
     )
 
 
+HANGS_S = 100.0
+BUSY_S = 30.0
+"""What a busy machine may take: far from what whoever waits for a tracker that hangs would take."""
+
+
 class Hanging:
     """A tracker whose server never answers."""
 
@@ -114,10 +119,10 @@ class Hanging:
         self._released = released
 
     def log(self, point: Point) -> None:
-        self._released.wait(60)
+        self._released.wait(HANGS_S)
 
     def close(self) -> None:
-        self._released.wait(60)
+        self._released.wait(HANGS_S)
 
 
 @pytest.fixture
@@ -135,9 +140,8 @@ def test_a_tracker_that_hangs_costs_its_records_and_a_bounded_end(run: TrackedRu
     started_s = time.monotonic()
     for step in range(20):
         metrics.write("step", step=step, loss=1.0)
-    assert time.monotonic() - started_s < 1
     feed.finish()
-    assert time.monotonic() - started_s < 3
+    assert time.monotonic() - started_s < BUSY_S
     assert lost("wandb", "dropped") - before >= 17  # one is stuck, two wait
     assert len(EventAccumulator(str(run.directory / "tensorboard")).Reload().Scalars("train/loss")) == 20
     metrics.close()

@@ -93,8 +93,8 @@ def test_values_that_are_not_finite_are_refused_though_every_checksum_fits(value
 def test_a_tensor_in_thousands_of_slices_is_checked_in_no_time():
     (part,), _ = describe_tensors({"a.weight": np.zeros((1, 4), np.float32)})
     rows = [replace(part, global_shape=(4096, 4), offsets=(row, 0)) for row in range(4096)]
-    started_s = time.perf_counter()
+    began_s = time.process_time()
     check_geometry(rows)
     with pytest.raises(WeightsCorrupt):
         check_geometry([*rows[:-1], rows[0]])
-    assert time.perf_counter() - started_s < 5.0
+    assert time.process_time() - began_s < 5.0
