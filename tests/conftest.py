@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import os
+import resource
 import socket
 import subprocess
 import tempfile
@@ -168,6 +169,35 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
     yield make
     for disk in disks:
         disk.close()
+
+
+class OpenFiles:
+    """What this process may have open: nothing more between `exhaust` and `free`."""
+
+    def __init__(self) -> None:
+        self.limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._taken: list[int] = []
+
+    def exhaust(self) -> int:
+        """Take all there is; returns the limit that is reached."""
+        last = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, self.limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                self._taken.append(os.dup(0))
+        return last + 1
+
+    def free(self) -> None:
+        while self._taken:
+            os.close(self._taken.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
+
+
+@pytest.fixture
+def open_files() -> Iterator[OpenFiles]:
+    files = OpenFiles()
+    yield files
+    files.free()
 
 
 @pytest.fixture

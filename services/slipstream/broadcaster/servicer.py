@@ -15,6 +15,7 @@ from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.broadcaster import telemetry
 from slipstream.broadcaster.publications import Publications
 from slipstream.broadcaster.store import Extent, VersionStore, skip_bytes
+from slipstream.common.disk import full_disk_named
 from slipstream.common.errors import InvalidRequest, SlipstreamError, Unsupported, WeightsCorrupt
 from slipstream.common.frames import (
     FRAME_BYTES,
@@ -58,7 +59,7 @@ class BroadcastServicer(broadcast_pb2_grpc.BroadcastServiceServicer):
         messages = aiter(request_iterator)
         try:
             size_bytes = await self._take_shard(messages)
-        except SlipstreamError:
+        except (SlipstreamError, OSError):
             await skip_rest(messages, REFUSED_SHARD_TIMEOUT_S)
             raise
         return broadcast_pb2.PublishShardResponse(size_bytes=size_bytes)
@@ -143,7 +144,7 @@ async def _read(extent: Extent) -> AsyncIterator[bytes]:
 
 def _read_at(path: Path, at: int, size_bytes: int) -> bytes:
     try:
-        with path.open("rb", buffering=0) as file:
+        with full_disk_named(path), path.open("rb", buffering=0) as file:
             data = os.pread(file.fileno(), size_bytes, at)
     except OSError as error:
         raise WeightsCorrupt(f"{path.name} cannot be read: {error.strerror}", file=path.name) from error

@@ -22,7 +22,7 @@ from google.protobuf import json_format
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.broadcaster.shard_file import ShardWriter
-from slipstream.common.disk import full_disk_named, replace_file
+from slipstream.common.disk import full_disk_named, no_file, replace_file
 from slipstream.common.errors import (
     BroadcastStoreFull,
     InvalidRequest,
@@ -140,8 +140,9 @@ class VersionStore:
         while len(self._open) >= MAX_OPEN:
             self._abandon(next(iter(self._open)))
         directory = self._root / f"{_OPEN_PREFIX}{version}"
-        shutil.rmtree(directory, ignore_errors=True)
         with full_disk_named(directory):
+            if directory.exists():
+                shutil.rmtree(directory)
             directory.mkdir(parents=True)  # somebody may have removed versions/
         self._open[version] = OpenVersion(version, rank_count, directory)
 
@@ -212,8 +213,8 @@ class VersionStore:
         shutil.rmtree(target, ignore_errors=True)  # a remnant that could not be read at start
         with full_disk_named(target):
             opened.directory.rename(target)
+            self._sealed[version] = _read_version(target)
         del self._open[version]
-        self._sealed[version] = _read_version(target)
         return manifest
 
     def manifest(self, version: PolicyVersion | None = None) -> Manifest:
@@ -253,10 +254,9 @@ class VersionStore:
         kept = {v for v in self.versions if v in newest or v in needed or self._readers[v]}
         adapters = (self._sealed[version].manifest.adapter for version in tuple(kept))
         kept |= {adapter.base_version for adapter in adapters if adapter is not None}
-        gone = [version for version in self.versions if version not in kept]
+        gone = [v for v in self.versions if v not in kept and _removed(self._root / str(v))]
         for version in gone:
             del self._sealed[version]
-            shutil.rmtree(self._root / str(version), ignore_errors=True)
         for version in [v for v in self._open if self.newest is not None and v < self.newest]:
             self._abandon(version)  # it can never be sealed
         return gone
@@ -311,6 +311,13 @@ def skip_bytes(extents: Sequence[Extent], offset_bytes: int) -> list[Extent]:
 
 def _shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def _removed(directory: Path) -> bool:
+    """Remove a directory as far as that goes; False where it cannot be opened now, so that all of it is there yet."""
+    failures: list[BaseException] = []
+    shutil.rmtree(directory, onerror=lambda _call, _path, raised: failures.append(raised[1]))
+    return not any(no_file(failure) for failure in failures)
 
 
 def _read_version(directory: Path) -> StoredVersion:

@@ -2,41 +2,56 @@
 
 Nothing here leaves part of a record behind: what does not fit as a whole is taken back. A disk without room is
 `DiskFull`, which its writer outlives: records wait in memory (`PatientFile`), whole files are written again later.
+A process that may open no more files waits the same way: `TooManyFiles` is a `DiskFull`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from slipstream.common.errors import DiskFull
+from slipstream.common.errors import DiskFull, TooManyFiles
 
 RETRY_S = 0.25
 """Pause before what found no room is written again, in seconds."""
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_FILE = frozenset({errno.EMFILE, errno.ENFILE})
 _REMOVED = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 def no_room(error: BaseException) -> bool:
-    """Whether an error says that the disk, or the quota, is full."""
-    return isinstance(error, OSError) and error.errno in _NO_ROOM
+    """Whether an error says that the disk, or the quota, is full, or that no more files may be open."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM | _NO_FILE
+
+
+def no_file(error: BaseException) -> bool:
+    """Whether an error says that no more files may be open."""
+    return isinstance(error, OSError) and error.errno in _NO_FILE
+
+
+def shortage(error: OSError, path: object) -> DiskFull | None:
+    """What an error of the system says there is too little of, in our words."""
+    if no_file(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        where = "this process (ulimit -n)" if error.errno == errno.EMFILE else "this machine (fs.file-max)"
+        return TooManyFiles(f"{path}: too many files and connections are open in {where}", path=path, limit=limit)
+    return DiskFull(f"the disk of {path} is full", path=path) if no_room(error) else None
 
 
 @contextmanager
 def full_disk_named(path: Path) -> Generator[None, None, None]:
-    """Raise `DiskFull` for an `OSError` of the block that says so."""
+    """Raise `DiskFull`, or `TooManyFiles`, for an `OSError` of the block that says so."""
     try:
         yield
     except OSError as error:
-        if no_room(error):
-            raise DiskFull(f"the disk of {path} is full", path=path) from error
-        raise
+        raise shortage(error, path) or error from error
 
 
 def free_bytes(path: Path) -> int:

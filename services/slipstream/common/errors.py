@@ -139,6 +139,13 @@ class DiskFull(SlipstreamError):
     reason = "DISK_FULL"
 
 
+class TooManyFiles(DiskFull):
+    """The server may open no more files than `metadata["limit"]` (ulimit -n). Nothing was kept in part; try later."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "TOO_MANY_FILES"
+
+
 class StateUnavailable(SlipstreamError):
     """Redis is away, full, or takes no writes for now. Nothing is lost: wait and try again."""
 

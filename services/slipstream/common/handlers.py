@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from slipstream.common import tracing
 from slipstream.common.auth import TokenCheck
+from slipstream.common.disk import shortage
 from slipstream.common.errors import DeadlineExceeded, Draining, InvalidRequest, StreamStalled, Unsupported, refuse
 from slipstream.common.metrics import RpcMetrics
 from slipstream.common.validation import validate
@@ -145,6 +146,8 @@ def _guarded(
         except TimeoutError as error:
             capped = DeadlineExceeded(f"no call lasts longer than {cap_s:.0f} s", limit_s=cap_s)
             await refuse(context, capped if cap.expired() else error, method=method)
+        except OSError as error:
+            await refuse(context, shortage(error, error.filename or name) or error, method=method)
         except Exception as error:
             await refuse(context, error, method=method)
         finally:

@@ -15,6 +15,7 @@ from slipstream.orchestrator.run_state import DISK, RunState
 _RESUME_FACTOR = 1.25
 """The run goes on at this multiple of the threshold: one that went on at the threshold itself would stop at once."""
 _MIB = 2**20
+_LOOK = "if there seems to be enough, the log there says what is short, such as a quota, or files to open"
 
 
 class Waiting(Protocol):
@@ -68,12 +69,12 @@ class DiskWatch:
         if free < needed:
             return self._sentence(free, f"{_mib(needed)} are needed")
         if not flushed:
-            return self._sentence(free, "the journal and the metrics find no room")
+            return self._sentence(free, f"the journal and the metrics find no room; {_LOOK}")
         full = [runner.runner_id for runner in self._leases.runners if runner.disk_full]
         if full:
-            return self._sentence(free, f"the rollouts of {', '.join(full)} find no room")
+            return self._sentence(free, f"the rollouts of {', '.join(full)} find no room; {_LOOK}")
         if self._state.trainer_disk_full:
-            return self._sentence(free, "what the trainer made finds no room")
+            return self._sentence(free, f"what the trainer made finds no room; {_LOOK}")
         return None
 
     def _sentence(self, free: int, why: str) -> str:

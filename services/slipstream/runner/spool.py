@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
-from slipstream.common.disk import RETRY_S, full_disk_named, sync_directory
+from slipstream.common.disk import RETRY_S, full_disk_named, no_file, sync_directory
 from slipstream.common.errors import DiskFull
 from slipstream.runner import spool_file, telemetry
 from slipstream.runner.spool_file import Record
@@ -106,10 +106,15 @@ class Spool:
         parts += spool_file.encode({"kind": "report"}, report.SerializeToString())
         waits = False
         try:
-            while (written := await self._written(group.path, parts)) is None:
-                if not waits:
-                    waits, self.waiting_count = True, self.waiting_count + 1
-                    log.warning("spool_waits_for_room", group=name)
+            while True:
+                try:
+                    written = await self._written(group.path, parts)
+                    break
+                except DiskFull as error:
+                    if not waits:
+                        waits, self.waiting_count = True, self.waiting_count + 1
+                        log.warning("spool_waits_for_room", group=name, reason=error.reason, detail=error.message)
+                self._close_files()  # where too many are open, these are some of them
                 await asyncio.sleep(RETRY_S)
         finally:
             self.waiting_count -= waits
@@ -119,7 +124,11 @@ class Spool:
         self.drop(name)
 
     def get(self, key: str, epoch: str = "") -> Rows | None:
-        """Rows of a key, if they are those of the process that `epoch` names (empty: of any) and are as written."""
+        """Rows of a key, if they are those of the process that `epoch` names (empty: of any) and are as written.
+
+        Raises:
+            TooManyFiles: they are held, and cannot be read now.
+        """
         group = self._by_key.get(key)
         if group is None or (epoch and epoch != group.epoch):
             return None
@@ -141,7 +150,7 @@ class Spool:
         return True
 
     def reports(self) -> Iterator[runner_pb2.GroupReport]:
-        """The reports of all groups that are held, as they were written."""
+        """The reports of all groups that are held, as they were written. Raises `TooManyFiles`."""
         for group in list(self._groups.values()):
             if group.report is None or self._groups.get(group.name) is not group:
                 continue
@@ -224,8 +233,7 @@ class Spool:
     def close(self) -> None:
         _unlink(self._dead)
         self._dead = []
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self._close_files()
 
     def _recover(self) -> None:
         for path in sorted(self._directory.glob("*.rows"), key=lambda p: int(p.stem)):
@@ -278,8 +286,8 @@ class Spool:
             telemetry.spool_damaged.inc()
             log.error("spool_record_lost", what=what, path=str(path))
 
-    async def _written(self, path: Path, parts: list[bytes]) -> spool_file.Scan | None:
-        """Write a file, and sync it, in a thread; None if there is no room for it."""
+    async def _written(self, path: Path, parts: list[bytes]) -> spool_file.Scan:
+        """Write a file, and sync it, in a thread. Raises `DiskFull` if there is no room for it."""
         writing = asyncio.ensure_future(asyncio.to_thread(_write_file, path, parts))
         try:
             return await asyncio.shield(writing)
@@ -312,7 +320,8 @@ class Spool:
 
     def _read(self, group: _Group, record: Record) -> bytes | None:
         try:
-            return spool_file.read(self._descriptor(group.path), record)
+            with full_disk_named(group.path):
+                return spool_file.read(self._descriptor(group.path), record)
         except OSError as error:
             log.warning("spool_file_unreadable", path=str(group.path), detail=str(error))
             return None
@@ -322,17 +331,31 @@ class Spool:
         if descriptor is None:
             if len(self._open) >= OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
-            descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._open[path] = self._opened(path)
         else:
             self._open.move_to_end(path)
         return descriptor
+
+    def _opened(self, path: Path) -> int:
+        """Open a file. Where too many are open, the one that was read longest ago is closed for it."""
+        while True:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if not no_file(error) or not self._open:
+                    raise
+                os.close(self._open.popitem(last=False)[1])
+
+    def _close_files(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 def _blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _write_file(path: Path, parts: list[bytes]) -> spool_file.Scan | None:
+def _write_file(path: Path, parts: list[bytes]) -> spool_file.Scan:
     try:
         with full_disk_named(path):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -342,10 +365,10 @@ def _write_file(path: Path, parts: list[bytes]) -> spool_file.Scan | None:
             finally:
                 os.close(descriptor)
             sync_directory(path.parent)
+            return spool_file.scan(path)
     except DiskFull:
         path.unlink(missing_ok=True)
-        return None
-    return spool_file.scan(path)
+        raise
 
 
 def _append(path: Path, parts: list[bytes]) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 import structlog
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.disk import RETRY_S
+from slipstream.common.errors import TooManyFiles
 from slipstream.runner.spool import Spool
 
 log = structlog.get_logger()
@@ -50,9 +52,15 @@ class TakingUp:
             await self._changed.wait()
             self._changed.clear()
             epoch, count = self._orchestrator_epoch or "", 0
-            for reports in self._batches():
-                count += len(reports)
-                await self._report(reports)
+            try:
+                for reports in self._batches():
+                    count += len(reports)
+                    await self._report(reports)
+            except TooManyFiles as error:
+                log.warning("reports_wait_to_be_read", detail=error.message)
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()  # from the start: what was reported is refused, or taken once
+                continue
             if epoch == self._orchestrator_epoch:
                 self.reported_to_epoch = epoch
                 if count:

@@ -23,14 +23,14 @@ from slipstream.api.rollout.v1 import rows_pb2
 from slipstream.api.types.v1 import types_pb2
 from slipstream.common.channels import Channels
 from slipstream.common.crc import crc32
-from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, Unreachable, from_rpc_error
+from slipstream.common.errors import DeadlineExceeded, Draining, FrameInvalid, TooManyFiles, Unreachable, from_rpc_error
 from slipstream.common.frames import iter_data, raw_responses, raw_unary_stream, read_header
 from slipstream.engine.routes import Ranges
 
 log = structlog.get_logger()
 
 _FETCH_ROWS = "/slipstream.api.rollout.v1.RowsService/FetchRows"
-_RETRIED = (Unreachable, Draining, FrameInvalid)
+_RETRIED = (Unreachable, Draining, FrameInvalid, TooManyFiles)
 MAX_ATTEMPTS = 5
 RETRY_PAUSE_S = 0.2
 MAX_REFS = 4096
@@ -187,7 +187,7 @@ class RowsClient:
 
     async def _resume(self, holder: str, refs: Sequence[types_pb2.RowsRef], download: Download) -> dict[RefId, Part]:
         failures, too_long = 0, dict[RefId, Part]()
-        awaited = (Unreachable, Draining) if any(not ref.row_shape for ref in refs) else ()
+        awaited = (Unreachable, Draining, TooManyFiles) if any(not ref.row_shape for ref in refs) else ()
         while len(too_long) < len(refs):
             asked = [ref for ref in refs if ref_id(ref) not in too_long]
             before = download.held

@@ -20,6 +20,7 @@ from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.common.errors import (
     DeadlineExceeded,
     FrameInvalid,
+    TooManyFiles,
     Unreachable,
     VersionSealed,
     WeightsCorrupt,
@@ -41,7 +42,7 @@ from slipstream.weights.manifest import Manifest, Probe, WeightSlice, assemble, 
 log = structlog.get_logger()
 
 _SERVICE = "/slipstream.api.broadcast.v1.BroadcastService"
-_RETRIED = (Unreachable, DeadlineExceeded, FrameInvalid)
+_RETRIED = (Unreachable, DeadlineExceeded, FrameInvalid, TooManyFiles)
 """A broken stream goes on from its offset; everything else is final."""
 RETRY_PAUSE_S = 0.1
 MAX_ATTEMPTS = 5

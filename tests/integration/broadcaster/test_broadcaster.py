@@ -354,6 +354,27 @@ async def test_a_version_that_finds_no_room_on_the_disk_is_refused_and_taken_whe
         await running.stop()
 
 
+async def test_where_no_more_files_may_be_open_versions_are_refused_with_the_limit_and_taken_later(
+    broadcaster, open_files
+):
+    transport, store = broadcaster.transport, broadcaster.store
+    first = await transport.publish(V[1], weights(0), PROBE)
+    await transport.publish(V[2], weights(1), PROBE)
+    limit = open_files.exhaust()
+    for call in (transport.publish(V[3], weights(1), PROBE), transport.fetch(first)):
+        with pytest.raises(errors.TooManyFiles) as refused:
+            await call
+        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.metadata["limit"] == str(limit)
+    assert store.prune(1, set()) == []
+    open_files.free()
+    fetched = await transport.fetch(first)
+    np.testing.assert_array_equal(fetched["layer.0.weight"], weights(0)["layer.0.weight"])
+    assert (await transport.publish(V[3], weights(1), PROBE)).version == V[3]
+    assert store.prune(1, set()) == [V[1], V[2]]
+    assert [path.name for path in store._root.iterdir()] == [str(V[3])]
+
+
 @dataclass(frozen=True)
 class Rank:
     """What a publisher asks of the world of ranks, for several in one process."""

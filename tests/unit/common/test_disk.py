@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.common.disk import AppendFile, LogFile, PatientFile, name_directory, replace_file, with_older
-from slipstream.common.errors import DiskFull
+from slipstream.common.errors import DiskFull, TooManyFiles
 from slipstream.common.timeline import TimelineFile
 
 LINE = b"x" * 999 + b"\n"
@@ -165,3 +165,18 @@ def test_log_lines_that_find_no_room_are_counted_and_never_raised(small_disk):
     lines = (disk.path / "a.log").read_text().splitlines()
     assert set(lines[1:-2]) == {"lost or not"}
     assert lines[-2:] == [f'{{"event":"log_lines_dropped","level":"warning","count":{lost}}}', "after"]
+
+
+def test_where_no_more_files_may_be_open_records_wait_as_for_room_and_the_limit_is_named(open_files, tmp_path):
+    file = PatientFile(AppendFile(tmp_path / "a.jsonl"), 4096)
+    limit = open_files.exhaust()
+    file.write(b"1\n")
+    assert file.stuck
+    with pytest.raises(TooManyFiles, match="ulimit -n") as caught:
+        replace_file(tmp_path / "b.json", b"{}")
+    assert caught.value.metadata == {"path": str(tmp_path / "b.json"), "limit": str(limit)}
+    open_files.free()
+    file.write(b"2\n")
+    file.close()
+    assert (tmp_path / "a.jsonl").read_bytes() == b"1\n2\n"
+    assert not (tmp_path / "b.json.new").exists()

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.api.rollout.v1 import runner_pb2
+from slipstream.common.errors import TooManyFiles
 from slipstream.runner import spool_file
 from slipstream.runner.spool import BLOCK_BYTES, Rows, Spool
 
@@ -227,3 +229,42 @@ async def test_groups_wait_for_room_on_a_full_disk_and_none_is_lost(small_disk, 
         "b",
         "c",
     ]
+
+
+async def test_groups_wait_until_their_files_may_be_opened_and_none_is_lost(open_files, start: Start) -> None:
+    spool = start()
+    await asyncio.to_thread(lambda: None)  # a thread to write in
+    open_files.exhaust()
+    with capture_logs() as logs:
+        keeping = asyncio.create_task(spool.keep("a", report("a"), rows("a")))
+        await until(lambda: spool.waiting_count == 1)
+        open_files.free()
+        async with asyncio.timeout(30):
+            await keeping
+    assert [(entry["event"], entry["reason"]) for entry in logs] == [("spool_waits_for_room", "TOO_MANY_FILES")]
+    assert held(spool, "t/a.0") == b"01234567"
+
+
+async def test_rows_that_cannot_be_opened_now_are_neither_missing_nor_damaged(open_files, start: Start) -> None:
+    spool = start()
+    for name in ("a", "b"):
+        await spool.keep(name, report(name), rows(name))
+    open_files.exhaust()
+    with capture_logs() as logs:
+        with pytest.raises(TooManyFiles):
+            held(spool, "t/a.0")
+        with pytest.raises(TooManyFiles):
+            list(spool.reports())
+        open_files.free()
+        assert held(spool, "t/a.0") == b"01234567"
+        assert [each.group.group_id for each in spool.reports()] == ["a", "b"]
+    assert logs == []
+
+
+async def test_of_files_that_were_read_one_is_closed_for_another(open_files, start: Start) -> None:
+    spool = start()
+    for name in ("a", "b", "c"):
+        await spool.keep(name, report(name), rows(name))
+    held(spool, "t/a.0")
+    open_files.exhaust()
+    assert [held(spool, f"t/{name}.0") for name in ("b", "c", "a")] == [b"01234567"] * 3
