@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import structlog
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slipstream.common.addresses import is_loopback
 from slipstream.common.config import ConfigError, ServiceConfig
 from slipstream.common.exits import cannot_listen
+from slipstream.common.scrapes import start_scrapes
 
 log = structlog.get_logger()
 
@@ -116,18 +117,16 @@ def serve_metrics(config: ServiceConfig) -> Callable[[], None]:
     if not metrics.port:
         return lambda: None
     tls = config.tls
-    options: dict[str, Any] = {}
+    certificates = None
     if not is_loopback(metrics.host):
-        if tls.cert_file is None:
+        if tls.cert_file is None or tls.key_file is None or tls.ca_file is None:
             raise ConfigError(
                 f"metrics.host is {metrics.host!r}, which is not loopback: that takes tls.cert_file, tls.key_file, "
                 "tls.ca_file"
             )
-        options = {"certfile": str(tls.cert_file), "keyfile": str(tls.key_file), "client_cafile": str(tls.ca_file)}
+        certificates = (tls.cert_file, tls.key_file, tls.ca_file)
     try:
-        server, thread = start_http_server(
-            metrics.port, addr=metrics.host, client_auth_required=bool(options), **options
-        )
+        server, thread = start_scrapes(metrics.host, metrics.port, certificates)
     except OSError as error:
         raise cannot_listen(f"serve metrics on {metrics.host}:{metrics.port}", error) from error
     log.info("metrics_served", host=metrics.host, port=metrics.port)

@@ -44,6 +44,7 @@ from slipstream.common.disk import no_room
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.exits import FAILED, REFUSED, ServiceFailed, cannot_listen, end
 from slipstream.common.handlers import Drain, HandlerRegistrar, ends_on_drain
+from slipstream.common.open_files import connection_limit, raise_limit
 from slipstream.common.tls import try_certificates, watch_certificate
 
 __all__ = [
@@ -83,7 +84,8 @@ class Service:
         self.config = config
         self.drain = Drain()
         self.names = ["", *(name for _, _, name in servicers)]
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        connections = ("grpc.max_allowed_incoming_connections", connection_limit())
+        self.server = grpc.aio.server(options=(*SERVER_OPTIONS, connections))
         registrar: Any = HandlerRegistrar(self.server, TokenCheck(access.token), self.drain)
         for add, servicer, _ in servicers:
             add(servicer, registrar)
@@ -153,6 +155,7 @@ def run_service(
     Exits with one line on standard error where it fails, and with a code of `exits.py`.
     """
     config = adapt(cli(config_class))
+    raise_limit()
     try:
         telemetry.setup_logging(config, name)
     except OSError as error:

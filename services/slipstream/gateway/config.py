@@ -22,7 +22,8 @@ class GatewayConfig(ServiceConfig):
     """Port of HTTP. 0: the launcher picks one."""
 
     max_connections: int = Field(default=1024, ge=1, le=65536)
-    """Connections at once; one more is refused with status 503."""
+    """Connections at once, half of the files that the process may open (ulimit -n) at most; one more is refused with
+    status 503."""
 
     max_body_bytes: int = Field(default=4 * MIB, ge=1024, le=12 * MIB)
     """Bytes of a request's body."""

@@ -17,6 +17,7 @@ from aiohttp.web_protocol import RequestHandler
 from slipstream.common.addresses import is_loopback
 from slipstream.common.config import ConfigError
 from slipstream.common.exits import cannot_listen
+from slipstream.common.open_files import connection_limit
 from slipstream.gateway import telemetry
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.handlers import Handlers, in_openai_shape, refused
@@ -28,12 +29,16 @@ MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8192
 BACKLOG = 128
 STOP_TIMEOUT_S = 5.0
-_TOO_MANY = Refusal(503, "too many connections", code="connections_full", kind="server_error")
-_FULL_BODY = json.dumps(_TOO_MANY.as_json()).encode()
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
-)
+
+
+def full(limit: int) -> bytes:
+    """The answer to a connection that is one too many."""
+    message = f"{limit} connections are open, as many as may be (gateway.max_connections)"
+    body = json.dumps(Refusal(503, message, code="connections_full", kind="server_error").as_json()).encode()
+    return (
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
 
 
 class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
@@ -51,9 +56,9 @@ class BoundedHandler(RequestHandler):  # pyright: ignore[reportMissingTypeArgume
         super().connection_made(transport)
         assert isinstance(transport, asyncio.WriteTransport)
         transport.set_write_buffer_limits(0)  # who waits for a write waits until the system has all of it
-        if self._http.connection_count >= self._http.config.max_connections:
+        if self._http.connection_count >= self._http.max_connections:
             telemetry.connections_refused.inc()
-            transport.write(FULL)
+            transport.write(full(self._http.max_connections))
             self.force_close()
             return
         self._slot = True
@@ -118,6 +123,7 @@ class HttpServer:
     def __init__(self, config: GatewayConfig, handlers: Handlers) -> None:
         self.config = config
         self.connection_count = 0
+        self.max_connections = min(config.max_connections, connection_limit())
         self.port = 0
         self._handlers = handlers
         self._tls = _tls(config)
@@ -125,6 +131,13 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` where that is not possible, and `ServiceFailed` where the port is taken."""
+        if self.max_connections < self.config.max_connections:
+            log.warning(
+                "connections_bounded_by_open_files",
+                max_connections=self.config.max_connections,
+                limit=self.max_connections,
+                remedy="raise the limit of open files (ulimit -n)",
+            )
         app = web.Application(middlewares=[_heard, in_openai_shape], client_max_size=self.config.max_body_bytes)
         app.add_routes(self._handlers.routes())
         self._runner = web.AppRunner(app)

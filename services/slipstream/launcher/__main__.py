@@ -16,8 +16,10 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
             signal.signal(number, _stopped)
     try:
+        from slipstream.common.open_files import raise_limit
         from slipstream.launcher.cli import main as command
 
+        raise_limit()
         command()
     except KeyboardInterrupt:
         _stopped(signal.SIGINT)

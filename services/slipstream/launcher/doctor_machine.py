@@ -112,8 +112,8 @@ def check_memory(needed: int, available: int | None = None) -> Finding:
 
 
 def check_files(limit: int | None = None) -> Finding:
-    """The soft limit of open files, which every service inherits."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    """The hard limit of open files, which every service inherits and makes its own."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
     figure = "no limit of open files" if limit == resource.RLIM_INFINITY else f"at most {limit} open"
     advice = f"raise it: ulimit -n {WISHED_FILES}"
     if limit != resource.RLIM_INFINITY and limit < MIN_FILES:

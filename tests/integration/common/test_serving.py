@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +17,7 @@ from prometheus_client import REGISTRY
 from slipstream.api.broadcast.v1 import broadcast_pb2, broadcast_pb2_grpc
 from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
 from slipstream.api.types.v1 import types_pb2
-from slipstream.common import errors
+from slipstream.common import errors, open_files
 from slipstream.common.auth import Access
 from slipstream.common.channel import CHANNEL_OPTIONS, open_channel
 from slipstream.common.config import ConfigError, ListenConfig
@@ -103,6 +105,10 @@ def as_any(channel) -> Any:
     return channel
 
 
+async def place(channel):
+    return await routing_pb2_grpc.RouterServiceStub(channel).Place(PLACE, timeout=5)
+
+
 def router(servicer):
     return routing_pb2_grpc.add_RouterServiceServicer_to_server, servicer, ROUTER
 
@@ -132,6 +138,53 @@ async def test_a_first_call_waits_for_a_service_that_greets_late(make_config, be
         async with grpc.aio.insecure_channel(late, options=options) as channel:
             stub = routing_pb2_grpc.RouterServiceStub(channel)
             assert (await stub.Place(PLACE, timeout=10)).placement_id == "g"
+
+
+async def test_callers_take_no_more_connections_than_allowed_and_room_comes_back(make_config, monkeypatch):
+    """Without a token, too: they must not take the files that the service itself has to open."""
+    monkeypatch.setattr(open_files, "MOST_CONNECTIONS", 5)
+    async with running(make_config(), router(Router())) as (_, address):
+        host, port = address.split(":")
+        strangers = []
+        async with open_channel(address, Access()) as first:
+            await place(first)
+            for number in range(6):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")
+                strangers.append(writer)
+                async with asyncio.timeout(10):
+                    answer = await reader.read(1)
+                assert bool(answer) == (number < 4), number
+            await place(first)
+            # Channels to one address share a connection otherwise.
+            own = (("grpc.use_local_subchannel_pool", 1), *CHANNEL_OPTIONS)
+            async with grpc.aio.insecure_channel(address, options=own) as second:
+                assert isinstance(await raised(place(second)), errors.Unreachable)
+                for stranger in strangers:
+                    stranger.close()
+                async with asyncio.timeout(20):
+                    while True:
+                        try:
+                            await place(second)
+                            break
+                        except grpc.aio.AioRpcError:
+                            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(("limit", "connections"), [(256, 128), (1024, 512), (20000, 4096), (-1, 4096)])
+def test_half_of_the_files_that_may_be_open_are_for_connections(limit, connections):
+    assert open_files.connection_limit(limit) == connections
+
+
+def test_a_low_soft_limit_of_open_files_is_raised_to_the_hard_one():
+    code = (
+        "import resource\nfrom slipstream.common.open_files import raise_limit\n"
+        "raise_limit()\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    for shell, limit in (("ulimit -Sn 256; ulimit -Hn 3000", "3000"), ("ulimit -n 256", "256")):
+        words = ["bash", "-c", f'{shell}; exec "$@"', "bash", sys.executable, "-c", code]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == limit
 
 
 @pytest.mark.parametrize("token", [None, "other"])

@@ -164,6 +164,7 @@ async def test_one_connection_too_many_is_told_so_and_room_comes_back(make_world
         reader, writer = await _send(world.http.port, b"")
         status, answer = await _answer(reader)
         assert (status, answer["error"]["code"]) == (503, "connections_full")
+        assert "2 connections are open, as many as may be (gateway.max_connections)" in answer["error"]["message"]
         writer.close()
         for _, other in held:
             other.close()

@@ -135,6 +135,8 @@ def test_a_low_limit_of_open_files_is_seen_by_the_process_that_has_it():
     done = in_shell("ulimit -n 128", code)
     assert done.stdout == "FAILED  file descriptors at most 128 open; raise it: ulimit -n 1024\n", done.stderr
     assert machine.check_files(512).state == "warn"
+    done = in_shell("ulimit -Sn 128; ulimit -Hn 3000", code)  # services raise the soft one
+    assert done.stdout == "ok      file descriptors at most 3000 open\n", done.stderr
 
 
 def test_a_wall_clock_that_steps_is_noticed():

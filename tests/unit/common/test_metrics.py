@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
+import threading
 import time
 import urllib.request
 from importlib import import_module
@@ -11,9 +13,11 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from slipstream.common import scrapes
 from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
 from slipstream.common.exits import ServiceFailed
 from slipstream.common.metrics import Reading, RpcMetrics, serve_metrics
+from slipstream.launcher.certs import make_certificates
 from slipstream.launcher.ports import bindable, candidate_ports
 
 MODULES = (
@@ -88,6 +92,46 @@ def test_metrics_are_served_over_http_until_they_are_ended():
         end()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def scraped(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        return answer.status
+
+
+def test_connections_that_say_nothing_take_a_bounded_number_of_threads_for_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(scrapes, "TIMEOUT_S", 2.0)
+    port = next(filter(bindable, candidate_ports()))
+    end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port)))
+    before = threading.active_count()
+    try:
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(scrapes.MAX_CONNECTIONS + 20)]
+        assert [connection.recv(1) for connection in silent[-20:]] == [b""] * 20
+        assert threading.active_count() - before <= 2 * scrapes.MAX_CONNECTIONS  # each with its clock
+        with pytest.raises(OSError):  # noqa: PT011 one of several
+            scraped(port)
+        assert [connection.recv(1) for connection in silent] == [b""] * len(silent)
+        assert scraped(port) == 200
+        for connection in silent:
+            connection.close()
+    finally:
+        end()
+
+
+def test_over_tls_a_connection_that_says_nothing_holds_up_no_scrape(tmp_path):
+    certificates = make_certificates(tmp_path / "certs", [], 1).tls
+    port = next(filter(bindable, candidate_ports()))
+    end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port, host="0.0.0.0"), tls=certificates))
+    try:
+        context = ssl.create_default_context(cafile=certificates.ca_file)
+        context.load_cert_chain(certificates.cert_file, certificates.key_file)
+        with (
+            socket.create_connection(("127.0.0.1", port)),
+            urllib.request.urlopen(f"https://localhost:{port}/metrics", timeout=5, context=context) as answer,
+        ):
+            assert b"slipstream_rpcs" in answer.read()
+    finally:
+        end()
 
 
 def test_a_taken_metrics_port_refuses_the_start():
