@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from slipstream.common.sandbox_client import SandboxLimits
 
 MIB = 2**20
-TIGHT = SandboxLimits(wall_s=5.0, cpu_s=5.0, memory_bytes=96 * MIB, process_count=12, output_bytes=100_000)
+TIGHT = SandboxLimits(wall_s=60.0, cpu_s=60.0, memory_bytes=96 * MIB, process_count=12, output_bytes=100_000)
+BUSY_S = 30.0
+"""What a busy machine may take where a limit ends a program, or all of it; far from what it would take without."""
 DYNLOAD = "import sys; sys.path.append(f'{sys.prefix}/lib/python3.{sys.version_info.minor}/lib-dynload'); "
 SOCKETS = DYNLOAD + "import socket"
 
@@ -23,7 +26,7 @@ async def nothing_is_left(running):
     before = children(os.getpid())  # the warden, and servers of other tests
     yield
     await running.idle()
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + BUSY_S
     while left := children(os.getpid()) - before or strangers():
         assert time.monotonic() < deadline_s, left
         await asyncio.sleep(0.02)
@@ -37,8 +40,11 @@ def strangers() -> set[str]:
 
 def children(pid: int) -> set[str]:
     """Ids of a process's children, whichever thread started them."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return {child for task in tasks for child in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread ends when it likes
+            found.update((task / "children").read_text().split())
+    return found
 
 
 async def test_a_program_reads_input_and_writes_both_outputs(running):
@@ -48,7 +54,7 @@ async def test_a_program_reads_input_and_writes_both_outputs(running):
     assert result.stdout == b"HELLO" * 100_000 + b"\n"
     assert not result.truncated
     assert 0 < result.cpu_s < 5
-    assert 0 < result.wall_s < 5
+    assert 0 < result.wall_s < 10
 
 
 async def test_a_program_makes_no_user_namespace_of_its_own(running):
@@ -142,7 +148,7 @@ async def test_there_is_no_network(running):
 async def test_an_infinite_loop_ends_by_wall_time(running):
     result = await running.client.run_python("while True: pass", limits=SandboxLimits(wall_s=0.3))
     assert result.outcome == "wall_limit"
-    assert 0.3 <= result.wall_s < 3
+    assert 0.3 <= result.wall_s < BUSY_S
 
 
 async def test_sleepers_behind_a_new_session_end_with_the_program(running):
@@ -154,7 +160,7 @@ async def test_sleepers_behind_a_new_session_end_with_the_program(running):
 @pytest.mark.parametrize("forks", [0, 2])
 async def test_processor_time_of_all_processes_counts(running, forks):
     source = f"import os\nfor _ in range({forks}): os.fork()\nwhile True: pass"
-    result = await running.client.run_python(source, limits=SandboxLimits(wall_s=20, cpu_s=0.4))
+    result = await running.client.run_python(source, limits=SandboxLimits(wall_s=60, cpu_s=0.4))
     assert result.outcome == "cpu_limit"
     assert result.cpu_s >= 0.4
 
@@ -163,22 +169,22 @@ async def test_a_fork_bomb_ends(running):
     source = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     result = await running.client.run_python(source, limits=TIGHT)
     assert result.outcome == "process_limit"
-    assert result.wall_s < 4
+    assert result.wall_s < BUSY_S
 
 
 async def test_a_memory_bomb_of_one_process_ends(running):
     source = "a = []\nwhile True: a.append(bytearray(b'x') * (1 << 20))"
     result = await running.client.run_python(source, limits=TIGHT)
     assert result.outcome == "memory_limit"
-    assert result.wall_s < 4
+    assert result.wall_s < BUSY_S
 
 
 async def test_a_memory_bomb_of_many_small_processes_ends(running):
     """No process alone comes near the limit."""
-    source = "import os, time\nfor _ in range(3): os.fork()\na = bytearray(b'x') * (24 << 20)\ntime.sleep(30)"
+    source = "import os, time\nfor _ in range(3): os.fork()\na = bytearray(b'x') * (24 << 20)\ntime.sleep(60)"
     result = await running.client.run_python(source, limits=TIGHT)
     assert result.outcome == "memory_limit"
-    assert result.wall_s < 4
+    assert result.wall_s < BUSY_S
 
 
 async def test_endless_output_is_cut_and_ends(running):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -22,10 +23,14 @@ from slipstream.common.errors import from_rpc_error
 from slipstream.common.sandbox_client import SandboxClient, SandboxLimits
 
 FOREVER = ["python3", "-I", "-S", "-c", "print('up', flush=True)\nwhile True: pass"]
+LONG = sandbox_pb2.Limits(wall_ms=500_000, cpu_ms=500_000)
+"""So that what runs for ever does not end by itself while somebody waits for its end."""
+DEADLINE_S = 30.0
+"""For what takes milliseconds where nothing else runs."""
 
 
 async def create(running, **fields) -> str:
-    request = sandbox_pb2.CreateSandboxRequest(request_id=uuid4().hex, **fields)
+    request = sandbox_pb2.CreateSandboxRequest(request_id=uuid4().hex, **{"limits": LONG, **fields})
     return (await running.stub.CreateSandbox(request)).sandbox.sandbox_id
 
 
@@ -64,9 +69,10 @@ async def test_the_calls_deadline_ends_the_program(start_executor):
 
 async def test_a_lease_that_nobody_renews_takes_its_programs_along(start_executor):
     async with start_executor() as running:
-        sandbox_id = await create(running, lease_ttl_ms=400)
+        sandbox_id = await create(running)
         call = running.stub.Exec(sandbox_pb2.ExecRequest(sandbox_id=sandbox_id, argv=FOREVER))
         await first_output(call)
+        running.executor.table.get(sandbox_id).lease_ttl_s = 0.4  # it was longer, for a machine that starts slowly
         await running.stub.RenewLease(sandbox_pb2.RenewLeaseRequest(sandbox_id=sandbox_id))
         assert await outcome(call) == sandbox_pb2.OUTCOME_EXPIRED
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -77,8 +83,9 @@ async def test_a_lease_that_nobody_renews_takes_its_programs_along(start_executo
 
 async def test_the_client_keeps_its_lease_through_a_long_program(start_executor):
     async with start_executor() as running:
-        client = SandboxClient(running.address, Access(), lease_ttl_s=0.6)
-        assert (await client.run_python("import time; time.sleep(1.2)")).ok
+        client = SandboxClient(running.address, Access(), lease_ttl_s=2.0)
+        assert (await client.run_python("import time; time.sleep(3.0)")).ok
+        assert (await running.stub.GetCapacity(sandbox_pb2.GetCapacityRequest())).executions == 1, "it was run once"
         await client.close()
 
 
@@ -115,11 +122,11 @@ async def test_beyond_the_line_execs_are_refused(start_executor):
 
 async def test_a_reader_that_does_not_read_holds_up_nobody(start_executor):
     async with start_executor(max_running_execs=1) as running:
-        sandbox_id = await create(running, limits=sandbox_pb2.Limits(output_bytes=8 << 20))
+        sandbox_id = await create(running, limits=sandbox_pb2.Limits(output_bytes=8 << 20, wall_ms=500_000))
         loud = ["python3", "-I", "-S", "-c", "import sys\nfor i in range(6): sys.stdout.write('y' * (1 << 20))"]
         unread = running.stub.Exec(sandbox_pb2.ExecRequest(sandbox_id=sandbox_id, argv=loud))
         for _ in range(3):
-            assert (await running.client.run_python("print(1)", timeout_s=5.0)).stdout == b"1\n"
+            assert (await running.client.run_python("print(1)", timeout_s=DEADLINE_S)).stdout == b"1\n"
         messages = [message async for message in unread]
         assert sum(len(message.stdout) for message in messages) == 6 << 20
         assert messages[-1].result.outcome == sandbox_pb2.OUTCOME_EXITED
@@ -218,7 +225,7 @@ class Process:
         self.process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, user=uid, group=uid)
 
     def address(self) -> str:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 2 * DEADLINE_S  # it imports much
         while True:
             for line in self.log.read_text().splitlines() if self.log.exists() else []:
                 if '"service_started"' in line:
@@ -241,8 +248,12 @@ def process(tmp_path, monkeypatch):
 
 
 def below(pid: int) -> set[int]:
-    """All processes below `pid`."""
-    found = {int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()}
+    """All processes below `pid`. Any of them may end meanwhile."""
+    found: set[int] = set()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found.update(map(int, (task / "children").read_text().split()))
     return found | {deeper for child in found for deeper in below(child)}
 
 
@@ -254,8 +265,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def wait_until_gone(pids: set[int], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
+async def wait_until_gone(pids: set[int]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
         while left := [pid for pid in pids if alive(pid)]:  # noqa: ASYNC110
             await asyncio.sleep(0.02 * len(left))
 
@@ -265,7 +276,7 @@ async def test_an_executor_that_is_killed_leaves_no_program(process, pause_s):
     """At whatever moment: while bubblewrap starts, while the gate waits, while the program runs."""
     async with open_channel(process.address(), Access()) as channel:
         stub = sandbox_pb2_grpc.SandboxServiceStub(channel)
-        created = await stub.CreateSandbox(sandbox_pb2.CreateSandboxRequest(request_id="r"))
+        created = await stub.CreateSandbox(sandbox_pb2.CreateSandboxRequest(request_id="r", limits=LONG))
         request = sandbox_pb2.ExecRequest(sandbox_id=created.sandbox.sandbox_id, argv=FOREVER)
         idle = below(process.process.pid)  # the warden
         calls = [stub.Exec(request) for _ in range(2)]
@@ -275,7 +286,7 @@ async def test_an_executor_that_is_killed_leaves_no_program(process, pause_s):
         pids |= below(process.process.pid)
         process.process.send_signal(signal.SIGKILL)
         process.process.wait()
-        await wait_until_gone(pids, 2.0)
+        await wait_until_gone(pids)
         for call in calls:
             call.cancel()
 
@@ -283,13 +294,12 @@ async def test_an_executor_that_is_killed_leaves_no_program(process, pause_s):
 async def test_sigterm_ends_the_service_and_its_programs_within_the_drain_timeout(process):
     async with open_channel(process.address(), Access()) as channel:
         stub = sandbox_pb2_grpc.SandboxServiceStub(channel)
-        limits = sandbox_pb2.Limits(wall_ms=100_000, cpu_ms=100_000)
-        created = await stub.CreateSandbox(sandbox_pb2.CreateSandboxRequest(request_id="r", limits=limits))
+        created = await stub.CreateSandbox(sandbox_pb2.CreateSandboxRequest(request_id="r", limits=LONG))
         call = stub.Exec(sandbox_pb2.ExecRequest(sandbox_id=created.sandbox.sandbox_id, argv=FOREVER))
         await first_output(call)
         pids = below(process.process.pid)
         process.process.send_signal(signal.SIGTERM)
         assert await outcome(call) == sandbox_pb2.OUTCOME_CANCELLED
-        assert process.process.wait(timeout=10) == 0
-        await wait_until_gone(pids, 1.0)
+        assert process.process.wait(timeout=DEADLINE_S) == 0
+        await wait_until_gone(pids)
     assert not list(Path("/sys/fs/cgroup").glob(f"**/slipstream-sandbox-{process.process.pid}"))
