@@ -165,6 +165,8 @@ def from_rpc_error(error: grpc.RpcError) -> SlipstreamClientError:
     message = str(call.details() or code.name)
     status = dict(call.trailing_metadata() or ()).get(STATUS_KEY)
     info = error_info(status) if isinstance(status, bytes) else None
+    if info is None and code is grpc.StatusCode.CANCELLED:  # not by this client: the server let the call go by
+        return Unreachable(message)
     if info is None:
         return _BY_CODE.get(code, SlipstreamClientError)(message, code=code)
     reason, metadata = info

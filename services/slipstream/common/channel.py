@@ -15,6 +15,7 @@ from slipstream.common import tracing
 from slipstream.common.auth import HEADER, Access
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_PENDING_CALLS = 16_384
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_STREAM_TIMEOUT_S = 3600.0
 
@@ -45,6 +46,10 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # A peer that connects and says nothing that makes sense is let go.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # Calls that come while the process is busy or stopped wait for it, until their deadline: beyond 1000 grpc would let
+    # them go by as CANCELLED, more and more of them.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     # None of ours compresses, and a megabyte of deflated zeros would pass the limit above as a gigabyte.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )

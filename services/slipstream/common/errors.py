@@ -607,6 +607,7 @@ class SandboxBroken(SlipstreamError):
 # What a status without our ErrorInfo is taken for: it comes from grpc itself, not from a handler.
 _BY_CODE: dict[grpc.StatusCode, type[SlipstreamError]] = {
     grpc.StatusCode.UNAVAILABLE: Unreachable,
+    grpc.StatusCode.CANCELLED: Unreachable,  # not by the caller: the server let it go by, having too many, or ending
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,

@@ -171,6 +171,47 @@ async def test_callers_take_no_more_connections_than_allowed_and_room_comes_back
                             await asyncio.sleep(0.1)
 
 
+STALLING = """
+import asyncio, sys, time
+from slipstream.api.routing.v1 import routing_pb2, routing_pb2_grpc
+from slipstream.common.config import ServiceConfig
+from slipstream.common.runtime import Service
+
+class Router(routing_pb2_grpc.RouterServiceServicer):
+    async def Place(self, request, context):
+        if request.group_id == "stall":
+            time.sleep(3)
+        return routing_pb2.PlaceResponse()
+
+async def main():
+    service = Service(ServiceConfig(), [(routing_pb2_grpc.add_RouterServiceServicer_to_server, Router(), "")])
+    await service.start()
+    print("port", service.port, flush=True)
+    await service.server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+async def test_more_calls_than_grpc_lets_wait_wait_for_a_service_that_stands_still():
+    server = subprocess.Popen([sys.executable, "-c", STALLING], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    try:
+        assert server.stdout is not None
+        port = next(line.split()[1] for line in server.stdout if line.startswith("port "))
+        async with open_channel(f"127.0.0.1:{port}", Access()) as channel:
+            stub = routing_pb2_grpc.RouterServiceStub(channel)
+            stall = routing_pb2.PlaceRequest()
+            stall.CopyFrom(PLACE)
+            stall.group_id = "stall"
+            standing = asyncio.ensure_future(stub.Place(stall))
+            await asyncio.sleep(0.5)
+            await asyncio.gather(standing, *(stub.Place(PLACE) for _ in range(3000)))
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
 @pytest.mark.parametrize(("limit", "connections"), [(256, 128), (1024, 512), (20000, 4096), (-1, 4096)])
 def test_half_of_the_files_that_may_be_open_are_for_connections(limit, connections):
     assert open_files.connection_limit(limit) == connections

@@ -7,7 +7,8 @@ import re
 import grpc
 import pytest
 
-from slipstream.common.errors import SlipstreamError, StateConflict, to_status
+from slipstream.common.errors import SlipstreamError, StateConflict, from_rpc_error, to_status
+from slipstream_client import errors as client_errors
 
 
 def test_each_class_is_one_reason_documented_and_spelled_alike():
@@ -30,6 +31,14 @@ def test_a_reason_cannot_belong_to_two_classes():
 
 def test_metadata_is_text():
     assert StateConflict("x", key="a", step=3).metadata == {"key": "a", "step": "3"}
+
+
+@pytest.mark.parametrize("rebuild", [from_rpc_error, client_errors.from_rpc_error])
+def test_a_call_that_the_server_let_go_by_may_be_made_again(rebuild):
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, metadata, metadata, "CANCELLED")
+    rebuilt = rebuild(error)
+    assert (type(rebuilt).__name__, rebuilt.code) == ("Unreachable", grpc.StatusCode.UNAVAILABLE)
 
 
 def test_only_what_may_be_retried_carries_a_delay():
