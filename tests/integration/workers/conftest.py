@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +39,6 @@ from slipstream.decode.kv_client import KvClient
 from slipstream.decode.servicer import decode_servicers
 from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.engine.worker.worker import Worker
-from slipstream.launcher.ports import bindable, candidate_ports
 from slipstream.models.qwen3_moe.config import MoeConfig
 from slipstream.prefill.config import PrefillConfig
 from slipstream.prefill.servicer import prefill_servicers
@@ -49,17 +47,15 @@ from slipstream.weights.transport import GrpcWeightTransport
 from tests.integration.workers.holding import HoldingEngine
 from tests.integration.workers.kinds import KINDS, TRANSFER_TTL_S, Kind
 from tests.integration.workers.lending import Lending
+from tests.integration.workers.ports import free_ports
 from tests.integration.workers.turns import Turns
 
 PROBE_TOKENS = [1, 2, 3, 5, 8, 13]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 WAIT_S = 30.0
 """For what takes milliseconds where nothing else runs."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, and that no other server is given: a channel to a dead rank goes on trying."""
-    return list(islice((port for port in candidate_ports() if bindable(port)), count))
+LEASE_MS = 60_000
+"""Of updates: it ends when `Member.lease_ends` says so, however long calls take."""
 
 
 def save_model_of(sizes: MoeConfig, directory: Path) -> None:
@@ -123,12 +119,21 @@ class Member:
     async def update(self, version: PolicyVersion, update_id: str = "u") -> worker_pb2.ApplyUpdateResponse:
         """What the version keeper does."""
         begin = worker_pb2.BeginUpdateRequest(
-            update_id=update_id, holder="keeper", version=version.to_proto(), lease_ttl_ms=5000
+            update_id=update_id, holder="keeper", version=version.to_proto(), lease_ttl_ms=LEASE_MS
         )
         await self.control.BeginUpdate(begin)
         applied = await self.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id=update_id))
         await self.control.FinishUpdate(worker_pb2.FinishUpdateRequest(update_id=update_id))
         return applied
+
+    async def lease_ends(self) -> None:
+        """Have the lease of the open update run out, once nobody calls."""
+        update = self.worker.updates._open
+        assert update is not None
+        async with asyncio.timeout(WAIT_S):
+            while update.calls:  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.005)
+        update.expires_s = 0.0
 
     async def end_salts(self, dispatched_at: PolicyVersion, running: Sequence[PolicyVersion] = ()) -> int:
         """What the version keeper does when a group ended."""
@@ -244,7 +249,7 @@ class Cluster:
         tensors = {name: tensor.numpy() for name, tensor in to_hf(self.model(version)).items()}
         return await self.transport.publish(version, tensors, Probe(tuple(PROBE_TOKENS), tuple(probe), 1e-3))
 
-    async def add_group(self, kind: str, size: int, vote_timeout_s: float = 5.0) -> list[Member]:
+    async def add_group(self, kind: str, size: int, vote_timeout_s: float = WAIT_S) -> list[Member]:
         """The ranks of one data-parallel group, the leader first."""
         ports = free_ports(size)
         addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -327,7 +332,7 @@ class Cluster:
     async def samples(self, member: Member, request: decode_pb2.DecodeRequest) -> list[decode_pb2.SampleChunk]:
         """All chunks of each sample put together."""
         whole = [decode_pb2.SampleChunk(sample_index=index) for index in range(len(request.sample_ids))]
-        async for message in member.decode.Decode(request, timeout=30):
+        async for message in member.decode.Decode(request, timeout=2 * WAIT_S):
             for chunk in message.chunks:
                 whole[chunk.sample_index].MergeFrom(chunk)
         return whole

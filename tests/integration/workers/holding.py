@@ -6,8 +6,8 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 from slipstream.common.version import PolicyVersion
@@ -21,7 +21,7 @@ from slipstream.engine.base import (
     UpdateReport,
 )
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Point:
@@ -66,8 +66,6 @@ class HoldingEngine:
         """By request, with what came of them."""
         self.answers: dict[str, SampleChunk] = {}
         """What it sampled so far, by sample."""
-        self.tokens_sent = 0
-        """Of all samples, in lists of chunks that whoever asked has taken."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -88,7 +86,6 @@ class HoldingEngine:
                 for chunk in chunks:
                     self._keep(request.sample_ids[chunk.sample_index], chunk)
                 yield chunks
-                self.tokens_sent += sum(len(chunk.token_ids) for chunk in chunks)
 
     def _keep(self, sample_id: str, chunk: SampleChunk) -> None:
         answer = self.answers.setdefault(sample_id, SampleChunk(chunk.sample_index))
@@ -104,6 +101,23 @@ class HoldingEngine:
         if core is not None:  # vLLM is slow enough
             step = core.step
             core.step = lambda: (time.sleep(step_s), step())[1]
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Within it an embedded engine takes no step, and does all else that it is asked to: it swaps, and aborts.
+
+        So what is in flight stays there, however long anything takes.
+        """
+        core = getattr(self._engine, "_core", None)
+        if core is None:  # vLLM is slow enough
+            yield
+            return
+        step = core.step
+        core.step = lambda: (time.sleep(0.002), True)[1]
+        try:
+            yield
+        finally:
+            core.step = step
 
     async def update(
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]

@@ -22,7 +22,8 @@ from slipstream.decode.config import DecodeConfig
 from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.launcher.child import guarded
 from slipstream.prefill.config import PrefillConfig
-from tests.integration.workers.conftest import Cluster, free_ports
+from tests.integration.workers.conftest import Cluster
+from tests.integration.workers.ports import free_ports
 
 START_TIMEOUT_S = 120.0
 
@@ -51,7 +52,7 @@ class WorkerProcess:
 
     async def describe(self) -> worker_pb2.GetWorkerResponse | None:
         try:
-            answer = await self.control.GetWorker(worker_pb2.GetWorkerRequest(), timeout=2)
+            answer = await self.control.GetWorker(worker_pb2.GetWorkerRequest(), timeout=10)
         except grpc.aio.AioRpcError:
             return None
         self.epoch = answer.epoch
@@ -144,5 +145,5 @@ async def update(leader: WorkerProcess, version: PolicyVersion) -> worker_pb2.Ap
     update_id = f"to {version}"
     await leader.control.BeginUpdate(begin(version, update_id), timeout=60)
     applied = await leader.control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id=update_id), timeout=60)
-    await leader.control.FinishUpdate(worker_pb2.FinishUpdateRequest(update_id=update_id), timeout=10)
+    await leader.control.FinishUpdate(worker_pb2.FinishUpdateRequest(update_id=update_id), timeout=60)
     return applied

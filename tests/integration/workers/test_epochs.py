@@ -14,7 +14,7 @@ from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.errors import UpdateInProgress, WeightsCorrupt, rpc_errors
 from slipstream.common.version import PolicyVersion
 from slipstream.weights.manifest import Probe, describe_tensors
-from tests.integration.workers.conftest import both_pools, clustering, routing
+from tests.integration.workers.conftest import LEASE_MS, WAIT_S, both_pools, clustering, routing
 from tests.integration.workers.swap_oracle import logprobs_over_swaps
 from tests.integration.workers.turns import refused
 
@@ -28,7 +28,6 @@ SERVING, STALE, STARTING = (
     worker_pb2.WORKER_STATE_STARTING,
 )
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-LEASE_MS = 800
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -43,9 +42,9 @@ async def start_turns(cluster, valkey_url):
         yield start
 
 
-def begin(version: PolicyVersion, update_id: str = "u", holder: str = "keeper", lease_ttl_ms: int = 5000):
+def begin(version: PolicyVersion, update_id: str = "u", holder: str = "keeper"):
     return worker_pb2.BeginUpdateRequest(
-        update_id=update_id, holder=holder, version=version.to_proto(), lease_ttl_ms=lease_ttl_ms
+        update_id=update_id, holder=holder, version=version.to_proto(), lease_ttl_ms=LEASE_MS
     )
 
 
@@ -83,7 +82,7 @@ class Stream:
 
     async def flowing(self) -> None:
         before = len(self.samples[0][0])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while len(self.samples[0][0]) == before:  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.001)
 
@@ -109,9 +108,9 @@ async def test_a_caller_that_dies_before_the_swap_leaves_the_old_weights_going_o
     stream = Stream(cluster, decoder)
     await stream.flowing()
     await cluster.publish(V2)
-    await decoder.control.BeginUpdate(begin(V2, lease_ttl_ms=LEASE_MS))
+    await decoder.control.BeginUpdate(begin(V2))
     assert await refusal(decoder.control.BeginUpdate(begin(V2, "v", "other"))) == "UPDATE_IN_PROGRESS"
-    await asyncio.sleep(LEASE_MS / 1000)
+    await decoder.lease_ends()
     assert await refusal(decoder.control.ApplyUpdate(apply())) == "UPDATE_NOT_OPEN"
     assert await state_of(decoder) == (SERVING, V1)
     ((tokens, _, versions),) = await stream.ended()
@@ -125,14 +124,14 @@ async def test_a_caller_that_dies_before_the_swap_leaves_the_old_weights_going_o
 async def test_a_caller_that_dies_during_the_swap_does_not_stop_it(cluster, refusal):
     decoder = cluster.members[1]
     await cluster.publish(V2)
-    await decoder.control.BeginUpdate(begin(V2, lease_ttl_ms=LEASE_MS))
+    await decoder.control.BeginUpdate(begin(V2))
     point = decoder.engine.points["update"]
     point.close()
     dying = decoder.control.ApplyUpdate(apply())
     held = asyncio.create_task(point.reached())
     await held
     dying.cancel()
-    await asyncio.sleep(LEASE_MS / 1000 + 0.1)
+    await decoder.lease_ends()
     # Nobody else may swap while one goes on, however old its lease is.
     assert await refusal(decoder.control.BeginUpdate(begin(V2, "v", "other"))) == "UPDATE_IN_PROGRESS"
     point.open()
@@ -155,7 +154,7 @@ async def test_a_swap_that_fails_after_its_caller_died_is_rolled_back_and_the_wo
     await asyncio.create_task(point.reached())
     dying.cancel()
     point.open()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while (await state_of(decoder)) != (STALE, V1):  # noqa: ASYNC110 observed from outside
             await asyncio.sleep(0.005)
     assert await refusal(decoder.decode.Decode(cluster.decode_request(decoder, None, "late"))) == "WORKER_STALE"
@@ -170,11 +169,11 @@ async def test_a_caller_that_dies_after_the_swap_is_not_needed_to_finish_it(clus
     decoder = cluster.members[1]
     for version in (V2, V3):
         await cluster.publish(version)
-    await decoder.control.BeginUpdate(begin(V2, lease_ttl_ms=LEASE_MS))
+    await decoder.control.BeginUpdate(begin(V2))
     await decoder.control.ApplyUpdate(apply())
     assert await state_of(decoder) == (SERVING, V2)
     assert await refusal(decoder.control.BeginUpdate(begin(V3, "v", "other"))) == "UPDATE_IN_PROGRESS"
-    await asyncio.sleep(LEASE_MS / 1000)
+    await decoder.lease_ends()
     await decoder.control.BeginUpdate(begin(V3, "v", "other"))
     await decoder.control.ApplyUpdate(apply("v"))
     await decoder.control.FinishUpdate(finish("v"))
@@ -298,15 +297,16 @@ async def test_a_probe_out_of_tolerance_lets_no_token_of_the_new_weights_out(clu
 
 async def test_no_token_of_the_new_weights_comes_before_their_verdict(cluster):
     decoder = cluster.members[1]
+    await cluster.publish(V2)
     stream = Stream(cluster, decoder)
     await stream.flowing()
-    await cluster.publish(V2)
-    await decoder.control.BeginUpdate(begin(V2))
     engine = decoder.engine
     engine.verdict.clear()
     engine.verdict_asked.clear()
-    applying = asyncio.create_task(_applied(decoder))
-    assert await asyncio.to_thread(engine.verdict_asked.wait, 20)
+    with engine.between_steps():
+        await decoder.control.BeginUpdate(begin(V2))
+        applying = asyncio.create_task(_applied(decoder))
+        assert await asyncio.to_thread(engine.verdict_asked.wait, WAIT_S)
     await asyncio.sleep(0.2)
     assert set(stream.samples[0][2]) == {V1}
     assert await state_of(decoder) == (SERVING, V1)
@@ -325,11 +325,13 @@ async def test_tokens_in_flight_are_those_of_an_oracle_that_swaps_at_the_same_to
     cluster, temperature
 ):
     decoder = cluster.members[1]
+    for version in (V2, V3):
+        await cluster.publish(version)
     stream = Stream(cluster, decoder, samples=3, temperature=temperature)
     for version in (V2, V3):
         await stream.flowing()
-        await cluster.publish(version)
-        applied = await decoder.update(version, f"to {version}")
+        with decoder.engine.between_steps():
+            applied = await decoder.update(version, f"to {version}")
         assert applied.in_flight_sample_count == 3
     for tokens, logprobs, versions in await stream.ended():
         assert versions == sorted(versions)
@@ -346,9 +348,9 @@ async def test_tokens_in_flight_are_those_of_an_oracle_that_swaps_at_the_same_to
 
 async def test_requests_after_an_update_are_a_fresh_engines_in_both_pools(cluster):
     prefiller, decoder = cluster.members
+    await cluster.publish(V2)
     stream = Stream(cluster, decoder)  # something that keeps old KV in the same pool
     await stream.flowing()
-    await cluster.publish(V2)
     for member in (decoder, prefiller):
         await member.update(V2)
     fresh = await cluster.add_worker("decode", "decode-2")

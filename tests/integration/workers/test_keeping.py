@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.version import PolicyVersion
+from tests.integration.workers.conftest import WAIT_S
 from tests.integration.workers.keeping import keeping
 
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
@@ -19,6 +21,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, number] for number in range(20)]
 async def test_of_500_arrivals_during_20_updates_none_is_lost_or_reads_older_kv(cluster, start_turns):
     second = await cluster.add_worker("decode", "decode-2")
     await second.serving(V1)
+    decoders = [cluster.members[1].engine, second.engine]
     turns = await start_turns()
     last = PolicyVersion(1, 1 + UPDATES)
     async with keeping(cluster) as kept:
@@ -35,28 +38,41 @@ async def test_of_500_arrivals_during_20_updates_none_is_lost_or_reads_older_kv(
             asked.append((kept.serving, asyncio.create_task(kept.group(f"g{number}", turn))))
             await asyncio.sleep(0)
 
-        for step in range(2, 2 + UPDATES):
-            await cluster.publish(PolicyVersion(1, step))
-            for _ in range(ARRIVALS // UPDATES):
-                await arrive()
+        def long(version: PolicyVersion):
+            return turns.ask(PROMPTS[0], "long", version=version, max_new_tokens=400, deadline_s=60.0)
+
+        crossing = asyncio.create_task(kept.group("long", long))
+        async with asyncio.timeout(WAIT_S):
+            while not any(engine.load().decoded_tokens for engine in decoders):  # noqa: ASYNC110 counters have no event
                 await asyncio.sleep(0.002)
-            await kept.until_serving(PolicyVersion(1, step), timeout_s=60.0)
-        answers = await asyncio.gather(*(task for _, task in asked))
+        for step in range(2, 2 + UPDATES):
+            await arrive()  # one at each version, however soon the next one is served
+            with ExitStack() as stack:
+                for engine in decoders if step == 2 else ():
+                    stack.enter_context(engine.between_steps())
+                await cluster.publish(PolicyVersion(1, step))
+                for _ in range(ARRIVALS // UPDATES - 1):
+                    await arrive()
+                    await asyncio.sleep(0.002)
+                await kept.until_serving(PolicyVersion(1, step), timeout_s=60.0)
+        answers = await asyncio.gather(crossing, *(task for _, task in asked))
         applied = kept.keeper.applied
-    assert len(answers) == ARRIVALS
+    assert len(asked) == ARRIVALS
     crossed = 0
-    for (dispatched, _), turn in zip(asked, answers, strict=True):
+    for (dispatched, _), turn in zip([(V1, crossing), *asked], answers, strict=True):
+        count = 400 if turn is answers[0] else 24
         for rollout in turn.rollouts:
-            assert len(rollout.answer) == 24
-            assert sum(span.token_count for span in rollout.spans) == 24
+            assert len(rollout.answer) == count
+            assert sum(span.token_count for span in rollout.spans) == count
             versions = [PolicyVersion.from_proto(span.version) for span in rollout.spans]
             assert versions == sorted(versions)
             oldest = min(PolicyVersion.from_proto(span.kv_oldest_version) for span in rollout.spans)
             assert dispatched <= oldest <= versions[0]
             crossed += len(set(versions)) > 1
-    assert crossed > 0
+    assert crossed >= 2, "at least both samples of the long one"
     assert applied >= 3 * UPDATES
-    assert (asked[0][0], len({dispatched for dispatched, _ in asked})) == (V1, UPDATES)
+    versions = {PolicyVersion(1, step) for step in range(1, 1 + UPDATES)}
+    assert {dispatched for dispatched, _ in asked} - {last} == versions
     fresh = await turns.ask(PROMPTS[0], "fresh", version=last)
     assert [rollout.answer for rollout in fresh.rollouts] == [cluster.greedy(last, PROMPTS[0], 8)] * 2
     await turns.nothing_left()
@@ -82,7 +98,7 @@ async def test_a_salt_ends_with_its_last_group_and_nothing_is_left_under_it(clus
         updates = [member.engine.updates for member in (prefiller, decoder)]
         point.open()
         await late
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while await _cached(cluster, prefiller):  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.02)
         assert [member.engine.updates for member in (prefiller, decoder)] == updates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import grpc
 import numpy as np
@@ -15,16 +15,18 @@ from slipstream.common.errors import from_rpc_error
 from slipstream.common.rank_groups import RankGroup
 from slipstream.common.state import SERVING
 from slipstream.common.version import PolicyVersion
+from slipstream.engine.worker.ballot import PROBE
 from slipstream.weights.transport import GrpcWeightTransport
+from tests.integration.workers.conftest import LEASE_MS, WAIT_S
 
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
 SERVING_STATE, STALE_STATE = worker_pb2.WORKER_STATE_SERVING, worker_pb2.WORKER_STATE_STALE
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
-def begin(version: PolicyVersion, update_id: str = "u", holder: str = "keeper", lease_ttl_ms: int = 5000):
+def begin(version: PolicyVersion, update_id: str = "u", holder: str = "keeper"):
     return worker_pb2.BeginUpdateRequest(
-        update_id=update_id, holder=holder, version=version.to_proto(), lease_ttl_ms=lease_ttl_ms
+        update_id=update_id, holder=holder, version=version.to_proto(), lease_ttl_ms=LEASE_MS
     )
 
 
@@ -66,7 +68,7 @@ class Interrupted:
 
         def wait_and_probe(token_ids):
             self.reached.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(60)
             return probe(token_ids)
 
         core.probe = wait_and_probe
@@ -75,6 +77,14 @@ class Interrupted:
         async with asyncio.timeout(30):
             while not self.reached.is_set():  # noqa: ASYNC110 set by another thread
                 await asyncio.sleep(0.01)
+
+
+async def voted(leader, stage: str, ranks: set[int]) -> None:
+    """Wait until a leader has the votes of others for a stage."""
+    ballot = leader.worker.updater._update.ballot
+    async with asyncio.timeout(WAIT_S):
+        while not ballot._votes.get(stage, {}).keys() >= ranks:  # noqa: ASYNC110 observed from outside
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -99,6 +109,7 @@ async def test_every_rank_says_which_group_it_is_of(ranks):
 
 async def test_an_update_of_the_leader_reaches_all_ranks_with_their_requests_in_flight(empty_cluster, ranks):
     long = {"max_new_tokens": 300, "temperature": 1.0}
+    await empty_cluster.publish(V2)
     streams = [
         asyncio.create_task(empty_cluster.samples(rank, empty_cluster.decode_request(rank, None, sampling=long)))
         for rank in ranks
@@ -106,8 +117,10 @@ async def test_an_update_of_the_leader_reaches_all_ranks_with_their_requests_in_
     async with asyncio.timeout(30):
         while not all(rank.worker.engine.load().running_samples for rank in ranks):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    await empty_cluster.publish(V2)
-    applied = await ranks[0].update(V2)
+    with ExitStack() as stack:
+        for rank in ranks:
+            stack.enter_context(rank.engine.between_steps())
+        applied = await ranks[0].update(V2)
     assert applied.in_flight_sample_count == 3
     assert await states(ranks) == [(V2, SERVING_STATE)] * 3
     for stream in streams:
@@ -179,7 +192,7 @@ async def test_a_rank_that_dies_in_its_swap_takes_the_new_weights_from_nobody_an
 
 async def test_a_rank_that_is_late_is_a_veto(empty_cluster, refusal):
     await empty_cluster.publish(V1)
-    ranks = await empty_cluster.add_group("decode", 2, vote_timeout_s=0.5)
+    ranks = await empty_cluster.add_group("decode", 2, vote_timeout_s=2.0)
     for rank in ranks:
         await rank.serving(V1)
     await empty_cluster.publish(V2)
@@ -201,10 +214,10 @@ async def test_ranks_that_lose_their_leader_before_the_verdict_are_stale_until_t
 ):
     await empty_cluster.publish(V2)
     await ranks[0].control.BeginUpdate(begin(V2))
-    held = Interrupted(ranks[0])  # the others have voted for the last stage and wait
+    held = Interrupted(ranks[0])
     call = asyncio.ensure_future(ranks[0].control.ApplyUpdate(apply()))
     await held.wait()
-    await asyncio.sleep(0.3)
+    await voted(ranks[0], PROBE, {1, 2})  # and wait
     await ranks[0].server.stop(None)
     with suppress(grpc.aio.AioRpcError):
         await call
@@ -219,9 +232,10 @@ async def test_ranks_that_lose_their_leader_before_the_verdict_are_stale_until_t
 
 async def test_the_caller_may_die_before_the_swap_during_it_and_after(empty_cluster, ranks, refusal):
     await empty_cluster.publish(V2)
-    await ranks[0].control.BeginUpdate(begin(V2, "dead", "dead", lease_ttl_ms=300))
+    await ranks[0].control.BeginUpdate(begin(V2, "dead", "dead"))
     assert await refusal(ranks[0].control.BeginUpdate(begin(V2))) == "UPDATE_IN_PROGRESS"
-    await asyncio.sleep(0.4)  # the lease ends; the old version goes on
+    for rank in ranks:
+        await rank.lease_ends()  # the old version goes on
     assert await states(ranks) == [(V1, SERVING_STATE)] * 3
     await ranks[0].control.BeginUpdate(begin(V2))
     held = Interrupted(ranks[1])

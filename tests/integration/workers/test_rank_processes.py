@@ -32,7 +32,7 @@ async def ranks(empty_cluster, valkey_url):
 
 
 async def restart(rank: WorkerProcess) -> None:
-    await rank.ended(5)
+    await rank.ended(30)
     await rank.channel.close()
     rank.start()
     await rank.up()

@@ -16,7 +16,8 @@ from slipstream.decode.config import DecodeConfig
 from slipstream.engine.base import DecodeRequest
 from slipstream.runner.rollout import LENGTH, Rollout
 from slipstream.runner.turns import Conversation
-from tests.integration.workers.conftest import Cluster, Member, free_ports
+from tests.integration.workers.conftest import WAIT_S, Cluster, Member
+from tests.integration.workers.ports import free_ports
 from tests.integration.workers.processes import WorkerProcess
 from tests.integration.workers.rows import oracle_rows, read
 from tests.integration.workers.turns import Turns
@@ -38,17 +39,22 @@ def decoders(cluster: Cluster) -> list[Member]:
     return [member for member in cluster.members if member.worker.identity.replica.startswith("decode")]
 
 
-async def sending(cluster: Cluster, least_tokens: int = 1) -> Member:
-    """The decode worker that has sent a part of a turn, of so many tokens over all samples."""
-    members = decoders(cluster)
-    before = [member.engine.tokens_sent for member in members]
-    async with asyncio.timeout(20):
+async def received(turns: Turns, least_tokens: int = 1) -> str:
+    """The address of the decode worker of which a part of the next turn has come, so many tokens of each rollout."""
+    first = len(turns.attempts)
+    async with asyncio.timeout(WAIT_S):
         while True:
-            for member, sent in zip(members, before, strict=True):
-                if member.engine.tokens_sent >= sent + least_tokens:
-                    await asyncio.sleep(0.1)  # it is on its way
-                    return member
+            for attempt in turns.attempts[first:]:
+                counts = [len(segment.token_ids) for segment in attempt.segments.values()]
+                if attempt.placement is not None and min(counts) >= least_tokens:
+                    return attempt.placement.decode.address
             await asyncio.sleep(0.01)
+
+
+async def sending(cluster: Cluster, turns: Turns, least_tokens: int = 1) -> Member:
+    """The decode worker that has sent a part of the next turn."""
+    address = await received(turns, least_tokens)
+    return next(member for member in decoders(cluster) if member.address == address)
 
 
 def slow(cluster: Cluster) -> None:
@@ -93,7 +99,7 @@ async def test_a_turn_whose_decode_worker_dies_ends_as_though_nothing_had_happen
     whole = await turns.ask(PROMPT, "whole", **fields)
     slow(cluster)
     running = asyncio.create_task(turns.ask(PROMPT, "broken", **fields))
-    dying = await sending(cluster, least_tokens=3 * 22)  # a first part is small where the machine stood still
+    dying = await sending(cluster, turns, least_tokens=22)  # a first part is small where the machine stood still
     await cluster.kill(dying)
     turn = await running
     assert answers(turn) == answers(whole)
@@ -119,7 +125,7 @@ async def test_rows_of_a_prompt_that_died_with_its_decode_worker_come_again(clus
     turns = await start_turns()
     slow(cluster)
     running = asyncio.create_task(turns.ask(PROMPT, samples=1, max_new_tokens=COUNT))
-    await cluster.kill(await sending(cluster))
+    await cluster.kill(await sending(cluster, turns))
     turn = await running
     assert decoders(cluster)[0].engine.decodes[0].first_route_position == 0
     await check_rows(cluster, turn.rollouts, len(PROMPT) - 1 + COUNT)
@@ -133,12 +139,13 @@ async def test_rows_of_tokens_that_other_weights_computed_again_are_unknown(clus
     slow(cluster)
     prompt = PROMPT[:4]  # shorter than a block, so that nothing is cached: all KV is the new weights'
     running = asyncio.create_task(turns.ask(prompt, samples=1, max_new_tokens=COUNT))
-    dying = await sending(cluster, least_tokens=22)
-    await cluster.publish(V2)
-    for member in cluster.members:
-        if member is not dying:
-            await member.update(V2)
-    await cluster.kill(dying)
+    dying = await sending(cluster, turns, least_tokens=22)
+    with dying.engine.between_steps():
+        await cluster.publish(V2)
+        for member in cluster.members:
+            if member is not dying:
+                await member.update(V2)
+        await cluster.kill(dying)
     (rollout,) = (await running).rollouts
     old, new = rollout.spans
     versions = [
@@ -161,12 +168,13 @@ async def test_tokens_of_a_worker_that_failed_an_update_are_those_of_the_weights
     whole = await turns.ask(PROMPT, "whole", samples=1, max_new_tokens=COUNT)
     slow(cluster)
     running = asyncio.create_task(turns.ask(PROMPT, samples=1, max_new_tokens=COUNT))
-    failing = await sending(cluster)
-    await cluster.publish(V2, probe_error=0.5)
-    with pytest.raises(Exception, match="probe"):
-        await failing.update(V2)
-    assert failing.worker.updates.stale_reason
-    await cluster.kill(failing)
+    failing = await sending(cluster, turns)
+    with failing.engine.between_steps():
+        await cluster.publish(V2, probe_error=0.5)
+        with pytest.raises(Exception, match="probe"):
+            await failing.update(V2)
+        assert failing.worker.updates.stale_reason
+        await cluster.kill(failing)
     turn = await running
     assert answers(turn) == answers(whole)
     (other,) = decoders(cluster)
@@ -181,7 +189,7 @@ async def test_a_turn_that_its_worker_aborts_keeps_the_rows_it_was_given(cluster
     whole = await turns.ask(PROMPT, "whole", samples=2, max_new_tokens=COUNT, temperature=1.0)
     slow(cluster)
     running = asyncio.create_task(turns.ask(PROMPT, samples=2, max_new_tokens=COUNT, temperature=1.0))
-    worker = await sending(cluster)
+    worker = await sending(cluster, turns)
     assert await worker.engine.abort("g.1.1") == 2
     turn = await running
     assert answers(turn) == answers(whole)
@@ -208,7 +216,7 @@ async def test_a_rollout_of_several_turns_moves_each_row_once_though_a_worker_di
                     member.engine.pace(3 * STEP_S)
             replying = asyncio.create_task(turns.reply(conversation, 1, token_ids))
             if breaking:
-                await cluster.kill(await sending(cluster))
+                await cluster.kill(await sending(cluster, turns))
             await replying
         return conversation
 
@@ -254,12 +262,13 @@ async def test_kill_nine_of_a_decode_worker_in_mid_turn_costs_no_token_that_came
             workers = [WorkerEndpoint(replica=replica, address=address) for replica, address in pool]
             await turns.start(stack, valkey_url, decode_workers=workers)
             fields: dict[str, Any] = {"samples": 2, "max_new_tokens": 450, "temperature": 1.0, "deadline_s": 90.0}
+            coming = asyncio.create_task(received(turns))
             running = asyncio.create_task(turns.ask(PROMPT, "broken", **fields))
             assert await turns.at_work() == "decode-1"
             dying.signal(signal.SIGSTOP)
             await asyncio.sleep(1.2)
             dying.signal(signal.SIGCONT)
-            await asyncio.sleep(0.5)
+            assert await coming == dying.address
             assert not running.done()
             dying.signal(signal.SIGKILL)
             turn = await running

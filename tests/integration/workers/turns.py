@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,12 +19,15 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.hashing import block_hashes
 from slipstream.router.__main__ import run
 from slipstream.router.config import RouterConfig
-from slipstream.runner.attempt import Wish
+from slipstream.runner.attempt import TurnAttempt, Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.turns import Conversation, TurnClient
 from slipstream.runner.watch import WorkerWatch
+from tests.integration.workers.ports import free_ports
 
 BLOCK_TOKENS = 4
+ANSWER_S = 30.0
+"""Of calls that take milliseconds where nothing else runs."""
 V1 = PolicyVersion(1, 1)
 
 
@@ -35,6 +37,8 @@ class Turns:
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
         self.router: Any = None
+        self.attempts: list[TurnAttempt] = []
+        """All requests of all turns, in the order in which they were made."""
         self._client: TurnClient
         self._peers: Peers
 
@@ -47,9 +51,7 @@ class Turns:
             replica = member.worker.identity.replica
             pools[replica.partition("-")[0]].append(WorkerEndpoint(replica=replica, address=member.address))
         fields = {"prefill_workers": pools["prefill"], "decode_workers": pools["decode"], **fields}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         config = self.cluster.make_config(
             RouterConfig,
             redis_url=redis_url,
@@ -100,7 +102,15 @@ class Turns:
             dispatch_version=version.to_proto(),
             salt=f"run/{version}/float32",
         )
-        return self._client.begin(assignment, prompt)
+        conversation = self._client.begin(assignment, prompt)
+        make = conversation._attempt
+
+        def kept(indexes: Sequence[int]) -> TurnAttempt:
+            self.attempts.append(make(indexes))
+            return self.attempts[-1]
+
+        conversation._attempt = kept
+        return conversation
 
     async def reply(self, conversation: Conversation, index: int, token_ids: Sequence[int]) -> None:
         """The next turn of one rollout."""
@@ -118,12 +128,12 @@ class Turns:
 
     async def workers(self) -> dict[str, routing_pb2.RoutedWorker]:
         """What the router knows."""
-        response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=5)
+        response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=ANSWER_S)
         return {worker.ref.replica: worker for worker in response.workers}
 
     async def at_work(self) -> str:
         """The first worker that is seen to sample."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(ANSWER_S):
             while True:
                 for replica, worker in (await self.workers()).items():
                     if worker.load.tokens_in_flight_count:
@@ -165,9 +175,9 @@ class Turns:
             max_new_tokens=1,
         )
         with rpc_errors():
-            placed = await self.router.Place(request, timeout=5)
+            placed = await self.router.Place(request, timeout=ANSWER_S)
         await self.router.Release(
-            routing_pb2.ReleaseRequest(request_id="where", placement_ids=[placed.placement_id]), timeout=5
+            routing_pb2.ReleaseRequest(request_id="where", placement_ids=[placed.placement_id]), timeout=ANSWER_S
         )
         return placed
 
