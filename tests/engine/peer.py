@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest
+from slipstream.launcher.ports import bindable, candidate_ports
 from tests.engine.engines import Vllm
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ class Peer:
     def __init__(self, model_dir: Path, kind: Vllm, port: int = 0) -> None:
         self._model_dir = model_dir
         self._kind = kind
-        self.port = port or _free_port()
+        self.port = port or next(filter(bindable, candidate_ports()))
 
     async def __aenter__(self) -> Peer:
         options = (self._kind.device, self._kind.dtype, self._kind.connector, str(self.port))
@@ -57,7 +57,7 @@ class Peer:
         """The KV of a prompt, held there and leased to the caller."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(prompt).encode() + b"\n")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             fields = await self._answer()
         versions = {name: PolicyVersion(*fields.pop(name)) for name in ("version", "oldest_version")}
         return KvReference(**{**fields, "params": fields["params"].encode(), **versions})
@@ -75,12 +75,6 @@ class Peer:
             if line.startswith(b">"):  # vLLM prints too
                 return json.loads(line[1:])
         raise AssertionError(f"the prefill engine ended: {await self._process.wait()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def _serve(model_dir: Path, device: str, dtype: str, connector: str, port: int) -> None:
