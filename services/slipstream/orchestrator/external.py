@@ -13,8 +13,9 @@ from slipstream.common import tracing
 from slipstream.common.errors import RolloutQueueFull, RolloutUnknown
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator import telemetry
+from slipstream.orchestrator.changes import Changes
 from slipstream.orchestrator.config import PROMPT
-from slipstream.orchestrator.ledger import Asked, Ledger, asked_by
+from slipstream.orchestrator.ledger import Asked, Ledger, asked_by, labelled
 from slipstream.orchestrator.line import Line
 from slipstream.orchestrator.packed import packed, unpack
 from slipstream.orchestrator.signals import Signal
@@ -86,6 +87,7 @@ class ExternalGroups:
         self.sequence = 0
         self.counts: Counter[str] = Counter()
         """Groups that have ended, by environment."""
+        self._changes = Changes[ExternalGroup]()
         self._line = line
         self._limit = limit
         self._append = append
@@ -112,6 +114,7 @@ class ExternalGroups:
 
     def restore(self, known: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with the groups of earlier processes. Those that ran wait again: it is not their fault."""
+        restored: list[ExternalGroup] = []
         opened: list[ExternalGroup] = []
         for said in sorted(known.values(), key=lambda said: said["number"]):
             request = rollout_pb2.CreateRolloutRequest()
@@ -132,12 +135,17 @@ class ExternalGroups:
                 said["sequence"],
             )
             self.ledger.enter(group)
+            restored.append(group)
             # Changes of which the journal had not heard when the machine failed may have been seen.
             self.sequence = max(self.sequence, group.sequence)
+            if not group.ended:
+                opened.append(group)
+        for group in sorted(restored, key=lambda group: group.sequence):
+            if group.ended:
+                self._changes.add(group.sequence, group)
+        for group in restored:
             if group.ended:
                 self._keep(group)
-            else:
-                opened.append(group)
         self.sequence += _CHANGES * len(opened)
         for group in opened:
             self._line.join(group)
@@ -150,13 +158,12 @@ class ExternalGroups:
             raise RolloutUnknown(f"group {group_id!r} is not known", group_id=group_id)
         return group
 
-    def next_change(self, sequence: int, labels: Mapping[str, str]) -> ExternalGroup | None:
-        """Return the group whose last change is the first one after `sequence`, or None.
+    def next_change(self, sequence: int, labels: Mapping[str, str]) -> tuple[int, ExternalGroup | None]:
+        """Return the group with these labels whose last change is the first one after `sequence`, or None.
 
-        One at a time: while a watcher sends one, others change, and what changed would be sent out of order.
+        Before it, the sequence number to ask on from.
         """
-        later = (group for group in self.ledger.with_labels(labels) if group.sequence > sequence)
-        return min(later, key=lambda group: group.sequence, default=None)
+        return self._changes.after(sequence, lambda group: labelled(group, labels))
 
     def take(self, group: ExternalGroup, version: PolicyVersion) -> ExternalGroup:
         """Start the next attempt of a group that waits."""
@@ -209,7 +216,8 @@ class ExternalGroups:
 
     def _keep(self, group: ExternalGroup) -> None:
         group.kept_bytes = group.rollout.ByteSize()
-        self.ledger.ended(group)
+        for forgotten in self.ledger.ended(group):
+            self._changes.drop(forgotten.sequence)
 
     def end_all(self, reason: str) -> None:
         """Cancel what is open: the run is over."""
@@ -218,7 +226,9 @@ class ExternalGroups:
 
     def _touch(self, group: ExternalGroup, **fields: object) -> None:
         self.sequence += 1
+        self._changes.drop(group.sequence)
         group.sequence = group.rollout.sequence = self.sequence
+        self._changes.add(self.sequence, group)
         self._append(
             "external",
             group=group.rollout.group_id,

@@ -42,6 +42,11 @@ def asked_by(request: rollout_pb2.OpenSessionRequest | rollout_pb2.CreateRollout
     return Asked(request.request_id, digest)
 
 
+def labelled(entry: Entry, labels: Mapping[str, str]) -> bool:
+    """Whether it has all of these labels."""
+    return all(entry.labels.get(key) == value for key, value in labels.items())
+
+
 class Entry(Protocol):
     """One of them."""
 
@@ -137,7 +142,7 @@ class Ledger(Generic[EntryT]):
 
     def with_labels(self, labels: Mapping[str, str]) -> Iterable[EntryT]:
         """Those that have all of these labels."""
-        return (each for each in self if all(each.labels.get(key) == value for key, value in labels.items()))
+        return (each for each in self if labelled(each, labels))
 
     def __iter__(self) -> Iterator[EntryT]:
         return iter(self._entries.values())

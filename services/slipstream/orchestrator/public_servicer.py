@@ -151,7 +151,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         one = self._groups.get(request.group_id) if request.group_id else None
         while True:
             if one is None:
-                group = self._groups.next_change(sequence, labels)
+                sequence, group = self._groups.next_change(sequence, labels)
             else:
                 group = one if one.sequence > sequence else None
             if group is not None:
