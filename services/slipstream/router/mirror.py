@@ -79,10 +79,12 @@ class LeaseMirror:
             placed, released, started = self._placed, self._released, self._started
             self._placed, self._released, self._started = {}, [], {}
             try:
+                if self._away is not None:
+                    await self._state.ping()  # a full server takes what is released, and nothing else
                 if placed or released or started:
                     await self._state.write_many(placed | started, released, self._leases.ttl_s)
                     heard_s = loop.time()
-                elif self._away is not None or loop.time() - heard_s > PING_PERIOD_S:
+                elif loop.time() - heard_s > PING_PERIOD_S:
                     await self._state.ping()
                     heard_s = loop.time()
                 if loop.time() - looked_s > LOOK_PERIOD_S:

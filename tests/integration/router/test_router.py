@@ -209,6 +209,8 @@ async def test_while_valkey_is_full_nothing_is_placed_and_the_log_says_so_once(w
             assert await world.refused() == "STATE_UNAVAILABLE"
             await asyncio.sleep(0.05)
         assert await world.release(released.placement_id) == 1
+        await asyncio.sleep(0.5)  # a full server takes that, and still nothing else
+        assert await world.refused() == "STATE_UNAVAILABLE"
         await server.config_set("maxmemory", 0)
         await world.placeable()
     await server.aclose()
