@@ -32,7 +32,8 @@ from slipstream.trainer.sequence import TrainSequence
 from slipstream.trainer.torch_thread import TorchThread
 from slipstream_client import AsyncClient
 from tests.integration.agents import calling
-from tests.integration.workers.conftest import Cluster, free_ports
+from tests.integration.workers.conftest import Cluster
+from tests.ports import free_ports
 
 SERVICES = Path(__file__).parents[3] / "services"
 WINDOW_BYTES = 1 << 24

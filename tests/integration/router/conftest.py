@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -24,9 +23,12 @@ from slipstream.common.state import State
 from slipstream.common.version import PolicyVersion
 from slipstream.router.__main__ import run
 from slipstream.router.config import RouterConfig
+from tests.ports import free_port
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 REPORT_PERIOD_S = 0.05
+DEADLINE_S = 60.0
+"""By then a thing has happened that is going to happen, on any machine."""
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -34,11 +36,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, replica: str, role: worker_pb2.WorkerRole) -> None:
         self.replica, self.role = replica, role
-        self.port = 0
+        self.port = free_port()
         self.epoch = "first"
         self.state: worker_pb2.WorkerState = worker_pb2.WORKER_STATE_SERVING
         self.version = PolicyVersion(1, 3)
         self.running = 0
+        self.mark = 0
+        """Sent with each report, as a figure that no router looks at."""
         self.silent = False
         self._events = b""
         self._server: grpc.aio.Server
@@ -60,7 +64,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 sequence=sequence,
                 state=self.state,
                 version=self.version.to_proto(),
-                load=worker_pb2.Load(running_sample_count=self.running),
+                load=worker_pb2.Load(running_sample_count=self.running, sampled_token_count=self.mark),
                 kv_events=events,
                 role=self.role,
             )
@@ -69,7 +73,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def start(self, make_config: Callable[..., Any]) -> None:
         config = make_config(listen=ListenConfig(port=self.port))
         add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-        self._server, self.port = build_server(config, [(add, self, "")])
+        self._server, _ = build_server(config, [(add, self, "")])
         await self._server.start()
 
     async def stop(self) -> None:
@@ -100,9 +104,7 @@ class World:
             ]
             for role in (PREFILL, DECODE)
         }
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         config = self.make_config(
             RouterConfig,
             redis_url=self._redis_url,
@@ -118,7 +120,7 @@ class World:
         self.router = routing_pb2_grpc.RouterServiceStub(channel)
         process = asyncio.create_task(run(config))
         stack.push_async_callback(self._end, process)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             await channel.channel_ready()
         await self.until(lambda workers: all(worker.routable for worker in workers.values()))
         await self.placeable()
@@ -141,11 +143,11 @@ class World:
         return routing_pb2.PlaceRequest(**{**request, **fields})
 
     async def place(self, *block_hashes: int, step: int = 3, **fields: Any) -> routing_pb2.PlaceResponse:
-        return await self.router.Place(self.request(*block_hashes, step=step, **fields), timeout=5)
+        return await self.router.Place(self.request(*block_hashes, step=step, **fields), timeout=DEADLINE_S)
 
     async def placeable(self) -> None:
         """Wait until Redis is known to be there."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while True:
                 try:
                     await self.release((await self.place()).placement_id)
@@ -163,22 +165,39 @@ class World:
 
     async def release(self, *placement_ids: str) -> int:
         request = routing_pb2.ReleaseRequest(request_id="r", placement_ids=placement_ids)
-        return (await self.router.Release(request, timeout=5)).released_count
+        return (await self.router.Release(request, timeout=DEADLINE_S)).released_count
 
     async def list(self) -> dict[str, routing_pb2.RoutedWorker]:
-        response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=5)
+        response = await self.router.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=DEADLINE_S)
         return {worker.ref.replica: worker for worker in response.workers}
 
-    async def until(
-        self, condition: Callable[[dict[str, routing_pb2.RoutedWorker]], bool], timeout_s: float = 10.0
-    ) -> None:
-        async with asyncio.timeout(timeout_s):
+    async def until(self, condition: Callable[[dict[str, routing_pb2.RoutedWorker]], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while not condition(await self.list()):  # noqa: ASYNC110 observed from outside
+                await asyncio.sleep(0.02)
+
+    async def heard(self) -> None:
+        """Wait until the router has heard of every worker what is now to be said of it."""
+        marks = {name: next(self._numbers) for name in self.workers}
+        for name, worker in self.workers.items():
+            worker.mark = marks[name]
+        await self.until(lambda workers: all(workers[name].load.sampled_token_count == marks[name] for name in marks))
+
+    async def until_refused(self, reason: str) -> None:
+        """Wait until Place refuses for this reason; what it still places is released."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    await self.release((await self.place()).placement_id)
+                except grpc.aio.AioRpcError as error:
+                    if from_rpc_error(error).reason == reason:
+                        return
+                    raise
                 await asyncio.sleep(0.02)
 
     async def mirrored(self, placement_id: str, there: bool = True) -> str | None:
         """What Redis has of a placement, once it has it or has it no more."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while ((held := await self.state.get(f"placement/{placement_id}")) is not None) != there:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return held

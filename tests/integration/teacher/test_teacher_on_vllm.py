@@ -30,7 +30,7 @@ from slipstream.models.registry import save_sizes
 from slipstream.teacher.asked import Asked
 from slipstream.teacher.config import TeacherConfig
 from slipstream.teacher.scorer import Scorer
-from tests.integration.workers.ports import free_ports
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.timeout(400, func_only=False)
 

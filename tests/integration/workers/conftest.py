@@ -47,8 +47,8 @@ from slipstream.weights.transport import GrpcWeightTransport
 from tests.integration.workers.holding import HoldingEngine
 from tests.integration.workers.kinds import KINDS, TRANSFER_TTL_S, Kind
 from tests.integration.workers.lending import Lending
-from tests.integration.workers.ports import free_ports
 from tests.integration.workers.turns import Turns
+from tests.ports import free_ports
 
 PROBE_TOKENS = [1, 2, 3, 5, 8, 13]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

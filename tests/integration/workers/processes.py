@@ -23,7 +23,7 @@ from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.launcher.child import guarded
 from slipstream.prefill.config import PrefillConfig
 from tests.integration.workers.conftest import Cluster
-from tests.integration.workers.ports import free_ports
+from tests.ports import free_ports
 
 START_TIMEOUT_S = 120.0
 

@@ -17,10 +17,10 @@ from slipstream.engine.base import DecodeRequest
 from slipstream.runner.rollout import LENGTH, Rollout
 from slipstream.runner.turns import Conversation
 from tests.integration.workers.conftest import WAIT_S, Cluster, Member
-from tests.integration.workers.ports import free_ports
 from tests.integration.workers.processes import WorkerProcess
 from tests.integration.workers.rows import oracle_rows, read
 from tests.integration.workers.turns import Turns
+from tests.ports import free_ports
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 PROMPT = np.random.default_rng(3).integers(0, 23, 50).tolist()

@@ -23,7 +23,7 @@ from slipstream.runner.attempt import TurnAttempt, Wish
 from slipstream.runner.peers import Peers
 from slipstream.runner.turns import Conversation, TurnClient
 from slipstream.runner.watch import WorkerWatch
-from tests.integration.workers.ports import free_ports
+from tests.ports import free_ports
 
 BLOCK_TOKENS = 4
 ANSWER_S = 30.0
