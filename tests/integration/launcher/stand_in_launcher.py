@@ -1,6 +1,8 @@
 """A launcher of tiny processes, run by the tests as a process of its own.
 
-python stand_in_launcher.py DIRECTORY RESTART NAME=CODE...
+python stand_in_launcher.py DIRECTORY RESTART STOP_TIMEOUT_S NAME=CODE...
+
+A service is ready once it has made the file READY, which its code finds in a variable of that name.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from slipstream.launcher.supervisor import RestartPolicy, Supervisor
 
 
 def main() -> None:
-    directory, restart, services = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    directory, restart, stop_timeout_s, services = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
     events = (directory / "events.jsonl").open("a", buffering=1)
     policy: RestartPolicy = "on_failure" if restart == "on_failure" else "never"
     supervisor = Supervisor(
         restart=policy,
         restart_budget=2,
         backoff_s=0.05,
-        stop_timeout_s=4.0,
+        stop_timeout_s=stop_timeout_s,
         on_event=lambda kind, **fields: print(json.dumps({"kind": kind, **fields}), file=events),
     )
     specs = []
@@ -34,7 +36,7 @@ def main() -> None:
         async def ready(marker: Path = marker) -> bool:
             return marker.exists()
 
-        code = f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n{code}"
+        code = f"import pathlib; READY = pathlib.Path({str(marker)!r})\n{code}"
         specs.append(
             ProcessSpec(
                 name,
@@ -51,7 +53,7 @@ def main() -> None:
 
     async def work() -> None:
         print("ready", flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     ending = asyncio.run(conduct(supervisor, [specs], work))
     print(ending.sentence, flush=True)

@@ -22,7 +22,7 @@ from slipstream.launcher.evaluate_run import Asking, evaluate_run
 from slipstream.launcher.ports import write_endpoints
 from slipstream.launcher.rundir import RunDir
 
-GIVE_UP_S = 30.0
+GIVE_UP_S = 90.0
 
 
 class Orchestrator(rollout_pb2_grpc.RolloutServiceServicer):

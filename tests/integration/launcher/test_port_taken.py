@@ -27,7 +27,7 @@ async def test_a_service_whose_port_is_taken_ends_the_run_with_a_sentence(tmp_pa
         supervisor = Supervisor()
         spec = ProcessSpec("broadcaster", command, tmp_path / "log", tmp_path / "out", never)
         with pytest.raises(ServiceDiedError) as caught:
-            await asyncio.wait_for(supervisor.start([spec]), 40)
+            await asyncio.wait_for(supervisor.start([spec]), 100)
         await supervisor.stop()
     assert re.fullmatch(
         rf"broadcaster died \(exited with code 1\): cannot listen on 127\.0\.0\.1:{port}: address already in use; "
