@@ -195,8 +195,8 @@ asyncio.run(main())
 
 async def test_more_calls_than_grpc_lets_wait_wait_for_a_service_that_stands_still():
     server = subprocess.Popen([sys.executable, "-c", STALLING], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    assert server.stdout is not None
     try:
-        assert server.stdout is not None
         port = next(line.split()[1] for line in server.stdout if line.startswith("port "))
         async with open_channel(f"127.0.0.1:{port}", Access()) as channel:
             stub = routing_pb2_grpc.RouterServiceStub(channel)

@@ -206,7 +206,7 @@ async def test_while_valkey_is_full_nothing_is_placed_and_the_log_says_so_once(w
     server = redis.Redis.from_url(own_valkey.url)
     with capture_logs() as logs:
         await server.config_set("maxmemory", 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not any(entry["event"] == "redis_away" for entry in logs):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         for _ in range(20):
