@@ -282,7 +282,7 @@ def only_rows(number: int, batch: list[TrainSequence], agent: Learner) -> TrainS
     return replace(one, routes=RouteRows(rows, 0, runs(~known)))
 
 
-def interrupted(how: str, path: str, silence_s: float = 30.0) -> dict[str, Any]:
+def interrupted(how: str, path: str, silence_s: float) -> dict[str, Any]:
     """Steps of all ranks, of which the last is lost in the second one. Says what the others are told, and when."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     roll = Roll(FileStore(path, ranks), rank, ranks, silence_s)
@@ -307,7 +307,7 @@ def interrupted(how: str, path: str, silence_s: float = 30.0) -> dict[str, Any]:
 
 WAYS = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stuck": lambda: time.sleep(20.0),
+    "stuck": lambda: time.sleep(600.0),
 }
 """Ways to lose a rank."""
 

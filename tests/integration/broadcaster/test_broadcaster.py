@@ -34,6 +34,8 @@ from slipstream.weights.transport import GrpcWeightTransport
 SERVICE = "slipstream.api.broadcast.v1.BroadcastService"
 PROBE = Probe((1, 2, 3), (-0.5, -0.25), 0.001)
 V = [PolicyVersion(1, step) for step in range(8)]
+DEADLINE_S = 30.0
+"""For what takes milliseconds where nothing else runs."""
 
 
 def weights(seed: int, rows: int = 400) -> dict[str, np.ndarray]:
@@ -77,7 +79,7 @@ class Broadcaster:
         self.server, port = build_server(self.config, [(add, servicer, SERVICE)])
         await self.server.start()
         self.channel = open_channel(f"127.0.0.1:{port}", Access())
-        self.transport = GrpcWeightTransport(self.channel, timeout_s=10)
+        self.transport = GrpcWeightTransport(self.channel, timeout_s=DEADLINE_S)
 
     async def stop(self) -> None:
         await self.channel.close()
@@ -160,7 +162,7 @@ async def test_followers_hear_of_each_new_version(broadcaster):
         follower = group.create_task(follow())
         for version in V[1:3]:
             await broadcaster.transport.publish(version, weights(version.step, 10), PROBE)
-            assert await asyncio.wait_for(heard.get(), 5) == version
+            assert await asyncio.wait_for(heard.get(), DEADLINE_S) == version
         follower.cancel()
     # A late one begins with the newest.
     late = broadcaster.transport.watch(V[0])
@@ -320,7 +322,7 @@ async def test_published_reaches_redis_also_when_redis_lost_it(broadcaster, valk
     async with asyncio.TaskGroup() as group:
         mirror = group.create_task(publications.mirror())
         for _ in range(2):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 while await state.version(PUBLISHED) != V[1]:  # noqa: ASYNC110 another client writes it
                     await asyncio.sleep(0.02)
             await state.delete(PUBLISHED)
@@ -400,6 +402,11 @@ def halves(tensors: dict[str, np.ndarray], rank: int) -> list[Box]:
     return [Box(name, values.shape, (cut.start, 0), values[cut]) for name, values in tensors.items()]
 
 
+def published(store: VersionStore, version: PolicyVersion) -> bool:
+    """Whether a rank's part of it is there."""
+    return version in store._open and bool(store._open[version].shards)
+
+
 async def test_ranks_publish_a_version_together_also_where_the_broadcaster_starts_again(broadcaster, tmp_path):
     first, second = (RankedPublisher(broadcaster.transport, rank) for rank in ranks(tmp_path, 2))
     tensors = weights(0)
@@ -412,9 +419,10 @@ async def test_ranks_publish_a_version_together_also_where_the_broadcaster_start
                 publisher.transport = broadcaster.transport
                 await asyncio.sleep(0.05)
 
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(2 * DEADLINE_S), asyncio.TaskGroup() as group:
         group.create_task(publish(first, 0))
-        await asyncio.sleep(0.5)  # rank 0 has published its part, and waits
+        while not published(broadcaster.store, V[1]):  # noqa: ASYNC110 rank 0's part is there, and it waits
+            await asyncio.sleep(0.01)
         await broadcaster.restart()
         first.transport = second.transport = broadcaster.transport
         group.create_task(publish(second, 1))

@@ -39,7 +39,7 @@ from slipstream.trainer.optim_config import OptimConfig
 from slipstream.trainer.optimizer import ModelOptimizer
 from slipstream.trainer.step import Learner
 
-DEADLINE_S = 60
+DEADLINE_S = 120
 KILLS = 20
 FIRST_STEPS, ALL_STEPS = 2, 4
 
@@ -64,7 +64,7 @@ def together(count: int, folder: Path, work: Callable[[], None]) -> None:
 
     def rank_work(rank: int) -> None:
         store = FileStore(str(store_file), count)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=DEADLINE_S))
         work()
         dist.barrier()
         dist.destroy_process_group()

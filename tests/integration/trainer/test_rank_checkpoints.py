@@ -19,7 +19,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What rank_jobs.py saw; it imports torch once for all."""
     done = subprocess.run(
         [sys.executable, str(HERE / "rank_jobs.py"), str(tmp_path_factory.mktemp("ranks"))],
-        capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

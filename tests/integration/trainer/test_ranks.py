@@ -46,6 +46,7 @@ from slipstream.trainer.optim_config import OptimConfig
 pytestmark = pytest.mark.timeout(400)
 READY_WITHIN_S = 150.0
 """In which so many processes have imported torch and done their work, on a machine that is busy."""
+ENDS_WITHIN_S = 60.0
 STEPS, LAYERS, EXPERTS, TOP_K = 2, 2, 4, 2
 MODEL = ModelConfig(
     dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=8, n_experts=EXPERTS, top_k=TOP_K, expert_dim=16
@@ -226,7 +227,7 @@ class World:
             group=group,
             listen=ListenConfig(port=0 if group.rank else port_of(self.address)),
             checkpoint=CheckpointConfig(interval_steps=self.checkpoint_interval_steps),
-            rows_timeout_s=3.0,
+            rows_timeout_s=10.0,
         )
         file = self.directory / f"{replica}.toml"
         file.write_text(dump_toml(config))
@@ -244,7 +245,7 @@ async def end(processes: list[subprocess.Popen[bytes]], number: signal.Signals =
     for process in processes:
         process.send_signal(number)
     try:
-        return [await asyncio.to_thread(process.wait, 20.0) for process in processes]
+        return [await asyncio.to_thread(process.wait, ENDS_WITHIN_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -307,12 +308,12 @@ async def test_a_rank_that_stands_still_ends_the_others_in_time_and_by_name(tmp_
     world = World(tmp_path)
     world.orchestrator.held_back = 2
     async with world.serve(2):
-        processes = world.start(2, ParallelConfig(data=2, timeout_s=5.0))
+        processes = world.start(2, ParallelConfig(data=2, timeout_s=15.0))
         try:
             await until(processes[0], world.orchestrator.reported.is_set, READY_WITHIN_S)
             processes[1].send_signal(signal.SIGSTOP)
             world.orchestrator.held_back = 0
-            assert await asyncio.to_thread(processes[0].wait, 20.0) == 1
+            assert await asyncio.to_thread(processes[0].wait, ENDS_WITHIN_S) == 1
         finally:
             await end(processes, signal.SIGKILL)
     assert world.said(0).strip().endswith("rank 1 of the trainer does not answer")
@@ -346,7 +347,9 @@ async def test_two_ranks_that_were_killed_are_gone_on_from_by_two_or_by_one(alon
             await until(processes[0], world.orchestrator.reported.is_set, READY_WITHIN_S)
             async with open_channel(world.address, Access()) as channel:  # asked for long before its interval
                 request = trainer_pb2.SaveCheckpointRequest(request_id="now")
-                answer = await trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(request, timeout=30)
+                answer = await trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(
+                    request, timeout=ENDS_WITHIN_S
+                )
             assert PolicyVersion.from_proto(answer.version) == PolicyVersion(1, 1)
         except (AssertionError, TimeoutError):
             raise AssertionError("\n".join(map(world.said, range(2)))) from None

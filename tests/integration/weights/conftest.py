@@ -28,6 +28,7 @@ from slipstream.weights.straight.transport import StraightWeightTransport
 from slipstream.weights.transport import GrpcWeightTransport
 
 START_S = 100.0
+READ_S = 60.0
 
 
 class Redis:
@@ -102,7 +103,7 @@ class World:
                 assert line, "the trainer has ended"  # NIXL prints, too
         return line
 
-    def reader(self, transport: str, timeout_s: float = 30.0) -> StraightWeightTransport:
+    def reader(self, transport: str, timeout_s: float = READ_S) -> StraightWeightTransport:
         """A worker's side, into this process's memory."""
         note = lambda name, size_bytes, seconds: self.fetched.append((name, size_bytes))  # noqa: E731
         return StraightWeightTransport(
