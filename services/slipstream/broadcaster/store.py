@@ -280,7 +280,11 @@ class VersionStore:
 
     def _check_room(self, size_bytes: int) -> None:
         if self.size_bytes + size_bytes > self._limit_bytes:
-            raise BroadcastStoreFull(f"{size_bytes} more bytes do not fit", limit_bytes=self._limit_bytes)
+            raise BroadcastStoreFull(
+                f"{size_bytes} more bytes do not fit (broadcaster.max_store_bytes)",
+                name="broadcaster.max_store_bytes",
+                limit_bytes=self._limit_bytes,
+            )
 
     def _load(self) -> None:
         for directory in sorted(self._root.iterdir()):

@@ -178,7 +178,7 @@ class NoWorker(SlipstreamError):
 
 
 class PoolSaturated(SlipstreamError):
-    """All workers of `metadata["pool"]` are full. Back off and place again."""
+    """All workers of `metadata["pool"]` are full, or too many placements open. Back off and place again."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "POOL_SATURATED"

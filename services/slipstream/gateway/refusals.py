@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
+
 from slipstream.common import errors
 
 INVALID = "invalid_request_error"
@@ -93,11 +95,11 @@ def refusal_of(error: errors.SlipstreamError) -> Refusal:
             return Refusal(400, error.message, code="unsupported_value", param=param)
         case errors.InvalidRequest() | errors.Unsupported():
             return Refusal(400, error.message, code=code, param=param)
-        case errors.SessionBusy() | errors.Overloaded():
-            return Refusal(429, error.message, code=code, kind="rate_limit_error")
         case errors.DeadlineExceeded():
             return Refusal(504, error.message, code=code, kind="server_error")
-        case errors.Unreachable() | errors.Draining() | errors.StateUnavailable():
+        case _ if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Refusal(429, error.message, code=code, kind="rate_limit_error")
+        case _ if error.code is grpc.StatusCode.UNAVAILABLE:
             return Refusal(503, error.message, code=code, kind="server_error")
         case _:
             return Refusal(500, error.message, code=code, kind="server_error")

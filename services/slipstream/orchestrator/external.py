@@ -99,7 +99,11 @@ class ExternalGroups:
         if known is not None:
             return known
         if self.ledger.open_count >= self._limit:
-            raise RolloutQueueFull("too many groups of third parties are open", limit=self._limit)
+            raise RolloutQueueFull(
+                f"{self._limit} groups of third parties are open already (orchestrator.max_external_rollouts)",
+                name="orchestrator.max_external_rollouts",
+                limit=self._limit,
+            )
         rollout = rollout_pb2.Rollout(
             group_id=f"external-{uuid.uuid4().hex}",
             state=rollout_pb2.ROLLOUT_STATE_QUEUED,

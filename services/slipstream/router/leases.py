@@ -61,7 +61,12 @@ class PlacementLeases:
             PoolSaturated: the bound on open placements is reached.
         """
         if len(self._open) >= self._capacity:
-            raise PoolSaturated(f"{self._capacity} placements are open", pool="placements", limit=self._capacity)
+            raise PoolSaturated(
+                f"{self._capacity} placements are open (router.max_placements)",
+                pool="placements",
+                name="router.max_placements",
+                limit=self._capacity,
+            )
         self._open[placement.placement_id] = placement
         placement.count(1)
 

@@ -70,7 +70,12 @@ class PlacementPolicy:
             # A group bigger than a worker's slots could never be placed; an idle worker queues it.
             free = [worker for worker in able if worker.busy_samples == 0]
         if not free:
-            raise PoolSaturated(f"all {len(able)} {pool_name} workers are full", pool=pool_name)
+            raise PoolSaturated(
+                f"all {len(able)} {pool_name} workers are full (router.saturation_fraction)",
+                pool=pool_name,
+                name="router.saturation_fraction",
+                limit=self.saturation_fraction,
+            )
         wanted = [worker for worker in free if worker.replica not in demand.avoid_replicas] or free
         least_busy = min(worker.busy_samples for worker in wanted)
         near = [worker for worker in wanted if worker.busy_samples <= least_busy + self.affinity_slack_samples]

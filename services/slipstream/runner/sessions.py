@@ -217,7 +217,11 @@ class SessionGroup:
         limits = self._limits
         if len(member.turns) >= limits.max_running_turns:
             limit = limits.max_running_turns
-            raise SessionBusy(f"{limit} turns of this session run already", limit=limit)
+            raise SessionBusy(
+                f"{limit} turns of this session run already (runner.sessions.max_running_turns)",
+                name="runner.sessions.max_running_turns",
+                limit=limit,
+            )
         if member.samples.turn_count + len(member.turns) >= limits.max_turns:
             raise limit_reached("max_turns", limits.max_turns, "turns")
         told = {"max_samples": limits.max_samples, "max_text_bytes": limits.max_text_bytes}

@@ -59,7 +59,11 @@ class ExecPool:
     def admit(self, execution: Execution) -> None:
         """Let an execution in until `leave`. Raises `SandboxQueueFull`."""
         if len(self.open) >= self.size + self.max_waiting:
-            raise SandboxQueueFull(f"{self.max_waiting} programs wait already", limit=self.max_waiting)
+            raise SandboxQueueFull(
+                f"{self.max_waiting} programs wait already (sandbox.max_waiting_execs)",
+                name="sandbox.max_waiting_execs",
+                limit=self.max_waiting,
+            )
         self.open.add(execution)
         self._idle.clear()
 

@@ -45,14 +45,26 @@ class Sandbox:
     def lease_left_s(self) -> float:
         return max(0.0, self.expires_s - time.monotonic())
 
-    def write_files(self, files: Mapping[str, bytes], max_bytes: int) -> None:
-        """All or none. Programs that run already keep what they have."""
+    def write_files(self, files: Mapping[str, bytes], max_bytes: int, left_bytes: int) -> None:
+        """All or none. Programs that run already keep what they have. `left_bytes`: by the files of all others."""
         merged = {**self.files, **files}
         if len(merged) > MAX_FILES:
             raise SandboxFilesFull(f"more than {MAX_FILES} files", limit=MAX_FILES, unit="files")
         files_bytes = sum(len(data) for data in merged.values())
         if files_bytes > max_bytes:
-            raise SandboxFilesFull(f"more than {max_bytes} bytes of files", limit=max_bytes, unit="bytes")
+            raise SandboxFilesFull(
+                f"more than {max_bytes} bytes of files (sandbox.max_files_bytes)",
+                name="sandbox.max_files_bytes",
+                limit=max_bytes,
+                unit="bytes",
+            )
+        if files_bytes > left_bytes:
+            raise SandboxFilesFull(
+                f"{files_bytes} bytes of files, and other sandboxes leave {left_bytes} (sandbox.max_all_files_bytes)",
+                name="sandbox.max_all_files_bytes",
+                limit=left_bytes,
+                unit="bytes",
+            )
         for path in merged:
             for parent in PurePosixPath(path).parents:
                 if str(parent) in merged:
@@ -82,7 +94,11 @@ class SandboxTable:
         if len(self._sandboxes) >= self.max_sandboxes:
             self.sweep_now()
         if len(self._sandboxes) >= self.max_sandboxes:
-            raise SandboxesFull(f"{self.max_sandboxes} sandboxes are open", limit=self.max_sandboxes)
+            raise SandboxesFull(
+                f"{self.max_sandboxes} sandboxes are open (sandbox.max_sandboxes)",
+                name="sandbox.max_sandboxes",
+                limit=self.max_sandboxes,
+            )
         sandbox = Sandbox(uuid4().hex, directory, default, most, lease_ttl_s, time.monotonic() + lease_ttl_s)
         self._sandboxes[sandbox.sandbox_id] = sandbox
         open_sandboxes.set(len(self))
@@ -97,7 +113,7 @@ class SandboxTable:
     def write_files(self, sandbox: Sandbox, files: Mapping[str, bytes], max_bytes: int) -> None:
         """Give a sandbox files: at most `max_bytes`, and what the others leave of the bound of all."""
         others_bytes = sum(other.files_bytes for other in self._sandboxes.values() if other is not sandbox)
-        sandbox.write_files(files, min(max_bytes, max(0, self.max_files_bytes - others_bytes)))
+        sandbox.write_files(files, max_bytes, max(0, self.max_files_bytes - others_bytes))
 
     def delete(self, sandbox_id: str) -> bool:
         """Forget a sandbox and kill what runs in it."""

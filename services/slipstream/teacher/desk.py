@@ -64,7 +64,11 @@ class Desk:
         """
         tokens = sum(len(each.token_ids) for each in asked)
         if self.token_count and self.token_count + tokens > self._max_waiting_tokens:
-            raise EngineFull(f"{self.token_count} tokens wait", limit=self._max_waiting_tokens)
+            raise EngineFull(
+                f"{self.token_count} tokens wait, and {tokens} more would be too many (teacher.max_waiting_tokens)",
+                name="teacher.max_waiting_tokens",
+                limit=self._max_waiting_tokens,
+            )
         own = [Waiting(each) for each in asked]
         self._waiting.extend(own)
         self.token_count += tokens

@@ -32,10 +32,10 @@ def test_every_outcome_is_in_the_contract():
 
 def test_files_are_written_all_or_none():
     sandbox = SandboxTable(1, 1.0).create("python", SMALL, LARGE, 60.0)
-    sandbox.write_files({"a": b"12345"}, max_bytes=8)
+    sandbox.write_files({"a": b"12345"}, max_bytes=8, left_bytes=100)
     with pytest.raises(SandboxFilesFull):
-        sandbox.write_files({"b": b"1", "c": b"123"}, max_bytes=8)
-    sandbox.write_files({"a": b"12345678"}, max_bytes=8)
+        sandbox.write_files({"b": b"1", "c": b"123"}, max_bytes=8, left_bytes=100)
+    sandbox.write_files({"a": b"12345678"}, max_bytes=8, left_bytes=100)
     assert sandbox.files == {"a": b"12345678"}
 
 
