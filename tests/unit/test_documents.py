@@ -15,7 +15,7 @@ from slipstream.launcher.config import SERVICES
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "services" / "slipstream"
 METRIC = re.compile(r"(?:Counter|Gauge|Histogram|Summary|Info|Enum)\(\s*\"(slipstream_\w+)\"")
-EXIT_CODES = (0, 1, 2, 130, 143)
+EXIT_CODES = (0, 1, 2, 129, 130, 143)
 
 
 def operations() -> str:

@@ -16,7 +16,8 @@ from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_errors import suggest
 from slipstream.common.config_files import load_with_origins
 from slipstream.common.config_help import help_text
-from slipstream.common.exits import REFUSED, end
+from slipstream.common.errors import DiskFull
+from slipstream.common.exits import FAILED, REFUSED, end
 from slipstream.common.extras import CONVERT_MODULES, RUN_MODULES, explain, explain_import, missing_modules
 from slipstream.launcher.errors import LauncherError
 from slipstream.launcher.rundir import find_run, find_services_run, newest_running, shown
@@ -96,6 +97,8 @@ MEANT = {
 
 NO_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 """What is told of a path that can name nothing, whoever asks first whether it is there."""
+CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR})
+"""What is told of a file that is there, or may be made, for others alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -127,9 +130,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.errno not in NO_NAMES:
+        closed = error.errno in CLOSED and error.filename is not None and command not in RUN_SERVICES
+        if error.errno not in NO_NAMES and not closed:
             raise
         end(REFUSED, f"{error.filename}: {(error.strerror or '').lower()}")
+    except DiskFull as error:
+        end(FAILED, error.message)
     except ModuleNotFoundError as error:
         extra = "demo" if command in RUN_SERVICES else "launcher"
         end(REFUSED, explain_import(f"slipstream {command}", error, extra))

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -83,6 +83,29 @@ def finish_telling() -> None:
         _give_up_on(sys.stdout)
 
 
+class Terminal:
+    """A stream to a terminal that may be closed meanwhile: what is told then goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _give_up_on(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _give_up_on(self._stream)
+
+
 def _give_up_on(stream: TextIO) -> None:
     """Let what is told here go nowhere, so that Python's own flush at its end does not fail either."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -153,7 +176,7 @@ class PanelDisplay:
     """A panel that is redrawn in place; lines that stay go above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or Console(file=cast(TextIO, Terminal(sys.stdout)))
         self._begun_s = time.monotonic()
         self._left = TimeLeft()
         self._milestones = Milestones()

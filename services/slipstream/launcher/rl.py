@@ -28,7 +28,7 @@ from slipstream.launcher.resume import Resumable, earlier_s, make_ready, moved_m
 from slipstream.launcher.rundir import RunDir, RunLock, create_run_dir, removed_unless_begun, shown
 from slipstream.launcher.sentences import one_line
 from slipstream.launcher.services import access_to, service_specs, write_configs, write_targets
-from slipstream.launcher.session import Ending, conduct
+from slipstream.launcher.session import Ending, Signals, conduct, stop_signals
 from slipstream.launcher.supervisor import OnEvent, Supervisor
 from slipstream.launcher.trace import write_traces
 from slipstream.launcher.valkey import socket_path, valkey_spec
@@ -60,11 +60,18 @@ def _run_in(run: RunDir, config: RunConfig, *, stay_up: bool, resumed: Resumable
             display.say(f"run {run.name}: {sentence}")
             run.record("run_resumed", step=from_step)
         with socket_path(run) as socket:
-            return asyncio.run(_run_rl(config, run, socket, lease, display, before_s, stay_up=stay_up))
+            return asyncio.run(_until_told(config, run, socket, lease, display, before_s, stay_up=stay_up))
     finally:
         display.close()
         lease.close()
         lock.release()
+
+
+async def _until_told(
+    config: RunConfig, run: RunDir, socket: Path, lease: PortLease, display: Display, before_s: float, *, stay_up: bool
+) -> int:
+    async with stop_signals() as signals:  # before anything is written of a run, so that its end is, too
+        return await _run_rl(config, run, socket, lease, display, signals, before_s, stay_up=stay_up)
 
 
 async def _run_rl(
@@ -73,7 +80,8 @@ async def _run_rl(
     socket: Path,
     lease: PortLease,
     display: Display,
-    before_s: float = 0.0,
+    signals: Signals,
+    before_s: float,
     *,
     stay_up: bool,
 ) -> int:
@@ -140,7 +148,8 @@ async def _run_rl(
             display.say(one_line(sentence, shown(run.path / "launcher.jsonl")))
 
     begun_s = time.monotonic()
-    ending = await conduct(supervisor_of(config, run, on_event), stages, work, on_ready, on_stopping, on_waiting)
+    supervisor = supervisor_of(config, run, on_event)
+    ending = await conduct(supervisor, stages, work, on_ready, on_stopping, on_waiting, signals)
     wall_s = before_s + time.monotonic() - begun_s
     return conclude(run, ending, latest, wall_s, display)
 

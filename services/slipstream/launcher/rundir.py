@@ -117,10 +117,10 @@ def create_run_dir(directory: Path, name: str) -> RunDir:
 
 @contextlib.contextmanager
 def removed_unless_begun(run: RunDir) -> Iterator[None]:
-    """Takes a new directory away where it fails before its run has begun, which its first event says."""
+    """Takes a new directory away where it fails or is stopped before its run has begun, as its first event says."""
     try:
         yield
-    except (OSError, LauncherError):
+    except (OSError, LauncherError, KeyboardInterrupt, SystemExit):
         if not run.begun:
             shutil.rmtree(run.path, ignore_errors=True)
         raise

@@ -25,6 +25,9 @@ ASKED_TO_STOP = signal.SIGUSR1
 """What `slipstream stop` sends: an end that was wanted, not an interruption."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ASKED_TO_STOP)
 
+Signals = asyncio.Queue[signal.Signals]
+"""Those that came, in order."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -44,9 +47,13 @@ async def conduct(
     on_ready: Callable[[str], None] = lambda replica: None,
     on_stopping: Callable[[], None] = lambda: None,
     on_waiting: Callable[[list[str]], None] = lambda replicas: None,
+    signals: Signals | None = None,
 ) -> Ending:
-    """Start the stages one after another, do the work, stop everything; nothing is left running."""
-    async with _stop_signals() as signalled:
+    """Start the stages one after another, do the work, stop everything; nothing is left running.
+
+    `signals` are those of `stop_signals`, where somebody took them before.
+    """
+    async with stop_signals() if signals is None else contextlib.nullcontext(signals) as signalled:
 
         async def start_and_work() -> None:
             for stage in stages:
@@ -70,7 +77,7 @@ async def conduct(
         return ending
 
 
-async def _first(main: Callable[[], Awaitable[None]], signalled: asyncio.Queue[signal.Signals]) -> Ending:
+async def _first(main: Callable[[], Awaitable[None]], signalled: Signals) -> Ending:
     running = asyncio.ensure_future(main())
     told = asyncio.ensure_future(signalled.get())
     try:
@@ -88,7 +95,7 @@ async def _first(main: Callable[[], Awaitable[None]], signalled: asyncio.Queue[s
         await _cancel(running, told)
 
 
-async def _second_signal(signalled: asyncio.Queue[signal.Signals], ending: Ending) -> None:
+async def _second_signal(signalled: Signals, ending: Ending) -> None:
     """Return at once when told again: whoever presses Ctrl-C twice does not want to wait for the drain."""
     while await signalled.get() != signal.SIGINT or ending.exit_code != 128 + signal.SIGINT:
         pass
@@ -101,19 +108,21 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _stop_signals() -> AsyncIterator[asyncio.Queue[signal.Signals]]:
-    """Signals that end the session, from now until the block ends."""
-    received: asyncio.Queue[signal.Signals] = asyncio.Queue(maxsize=16)
+async def stop_signals() -> AsyncIterator[Signals]:
+    """Signals that end the session, from now until the block ends; a hang-up is none where `nohup` has it ignored."""
+    received: Signals = asyncio.Queue(maxsize=16)
     loop = asyncio.get_running_loop()
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set[signal.Signals]()
+    taken = [number for number in STOP_SIGNALS if number not in ignored]
 
     def receive(number: signal.Signals) -> None:
         if not received.full():
             received.put_nowait(number)
 
-    for number in STOP_SIGNALS:
+    for number in taken:
         loop.add_signal_handler(number, receive, number)
     try:
         yield received
     finally:
-        for number in STOP_SIGNALS:
+        for number in taken:
             loop.remove_signal_handler(number)

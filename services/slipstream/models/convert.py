@@ -144,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_refused(str(error)))
     except DiskFull as error:
         sys.exit(_refused(error.message))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(_refused(f"{error.filename}: {(error.strerror or '').lower()}"))
     except ModuleNotFoundError as error:
         sys.exit(_refused(explain_import("slipstream convert", error, "convert")))
     count = sum(torch.Size(shape).numel() for shape in source.shapes.values())

@@ -30,11 +30,15 @@ PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'impo
 class Launched:
     """A stand-in launcher and what it started."""
 
-    def __init__(self, directory: Path, services: dict[str, str], restart: str, stop_timeout_s: float) -> None:
+    def __init__(
+        self, directory: Path, services: dict[str, str], restart: str, stop_timeout_s: float, hang_up: signal.Handlers
+    ) -> None:
         self.directory = directory
         command = [sys.executable, str(STAND_IN), str(directory), restart, str(stop_timeout_s)]
         command += [f"{name}={code}" for name, code in services.items()]
+        before = signal.signal(signal.SIGHUP, hang_up)  # it is inherited
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        signal.signal(signal.SIGHUP, before)
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
@@ -60,10 +64,15 @@ class Launched:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     launched: list[Launched] = []
 
-    def start(restart: str = "never", stop_timeout_s: float = 4.0, **services: str) -> Launched:
+    def start(
+        restart: str = "never",
+        stop_timeout_s: float = 4.0,
+        hang_up: signal.Handlers = signal.SIG_DFL,
+        **services: str,
+    ) -> Launched:
         directory = tmp_path / str(len(launched))
         directory.mkdir()
-        launched.append(Launched(directory, services, restart, stop_timeout_s))
+        launched.append(Launched(directory, services, restart, stop_timeout_s, hang_up))
         return launched[-1]
 
     yield start
@@ -119,6 +128,14 @@ def test_a_stop_signal_ends_everything_also_what_ignores_it(launch, number):
     assert sentence == f"stopped by {number.name}"
     assert gone(family)
     assert [event["replica"] for event in launched.events("service_killed")] == ["decode"]
+
+
+def test_a_hang_up_ends_nothing_under_nohup(launch):
+    launched = launch(hang_up=signal.SIG_IGN, router=SLEEP)
+    launched.wait_ready()
+    launched.process.send_signal(signal.SIGHUP)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end() == (128 + signal.SIGTERM, "stopped by SIGTERM")
 
 
 def test_a_stop_that_was_asked_for_is_no_failure(launch):

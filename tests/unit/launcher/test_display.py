@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +33,36 @@ def test_a_run_goes_on_when_nobody_reads_its_output() -> None:
         telling.stdout.close()
         assert telling.stderr.read() == "went on\n"
     assert telling.returncode == 0
+
+
+ON_A_TERMINAL = """
+import sys
+from slipstream.launcher.display import PanelDisplay, finish_telling
+display = PanelDisplay()
+display.ready("router", 1, 2)
+sys.stdin.readline()
+display.say("its terminal is closed")
+display.ready("runner-1", 2, 2)
+display.close()
+finish_telling()
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed() -> None:
+    ours, its = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL], stdin=subprocess.PIPE, stdout=its, stderr=subprocess.PIPE, text=True
+    ) as telling:
+        os.close(its)
+        assert b"1 of 2" in _read_until(ours, b"1 of 2")
+        os.close(ours)
+        assert telling.communicate("\n", timeout=30)[1] == "went on\n"
+    assert telling.returncode == 0
+
+
+def _read_until(descriptor: int, wanted: bytes) -> bytes:
+    read = b""
+    while wanted not in read:
+        read += os.read(descriptor, 4096)
+    return read

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.launcher.cli import main
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.records import read_json_lines
 from slipstream.launcher.report import write_report
@@ -80,6 +85,36 @@ def test_a_run_that_cannot_write_its_files_leaves_no_directory_behind(tmp_path):
     )
     assert f"RunDirError: {tmp_path / 'runs' / 'demo'} cannot be written: File too large" in ended.stderr
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, SystemExit])
+def test_a_run_that_is_stopped_before_it_begins_leaves_no_directory_behind(tmp_path, stopped):
+    run = create_run_dir(tmp_path, "demo")
+    with pytest.raises(stopped), removed_unless_begun(run):
+        raise stopped
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["report"], ["trace"], ["problems", "chain_sum", "runs/demo/sums.jsonl", "--count=1"]]
+)
+def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path, monkeypatch, capsys, words):
+    run = create_run_dir(tmp_path / "runs", "demo")
+    run.config_file.touch()
+    opened = Path.open
+
+    def closed(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if "w" in mode:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", closed)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert re.fullmatch(r"error: .*demo/.*: permission denied\n", said)
 
 
 def test_what_a_run_has_begun_stays_whatever_ends_it(tmp_path):
