@@ -93,7 +93,8 @@ class CalledModel:
         return await asked.answer
 
     async def _next(self) -> _Question | None:
-        self._asked = await self._questions.get()
+        over = self._task.done() and self._questions.empty()  # its end had no place in a full queue
+        self._asked = None if over else await self._questions.get()
         if self._asked is None:
             self._task.result()  # raises what their loop raised
         return self._asked
