@@ -23,6 +23,9 @@ from slipstream_client import (
 )
 from slipstream_client.fake import FakeServer, Script
 
+DEADLINE_S = 60.0
+"""By then a thing has happened that is going to happen, on any machine."""
+
 
 @asynccontextmanager
 async def real_client(make_world: Any, **fields: Any):
@@ -30,7 +33,7 @@ async def real_client(make_world: Any, **fields: Any):
     async with make_world(**fields) as world:
         world.publish(0)
         await world.until(lambda run: run.HasField("serving"))
-        async with AsyncClient.connect(world.address, timeout_s=10.0) as client:
+        async with AsyncClient.connect(world.address, timeout_s=DEADLINE_S) as client:
             yield world, client
 
 
@@ -39,7 +42,7 @@ async def client(request: pytest.FixtureRequest, make_world: Any, background: An
     if request.param == "fake":
         with FakeServer() as server:
             server.script(Script(texts=["a", "b"], rewards=[0.0, 1.0]), environment="words")
-            async with AsyncClient.connect(server.address, timeout_s=10.0) as client:
+            async with AsyncClient.connect(server.address, timeout_s=DEADLINE_S) as client:
                 yield client
     else:
         async with (
@@ -52,7 +55,7 @@ async def client(request: pytest.FixtureRequest, make_world: Any, background: An
 async def test_a_group_goes_from_creation_to_its_end_as_the_contract_says(client: AsyncClient):
     created = await client.create_rollout(environment="words", split="held_out", sample_count=2, labels={"who": "me"})
     other = await client.create_rollout(prompt="hello")
-    ended = await client.wait_rollout(created.group_id, timeout_s=10.0)
+    ended = await client.wait_rollout(created.group_id, timeout_s=DEADLINE_S)
     assert (ended.state, ended.labels, ended.environment) == (RolloutState.FINISHED, {"who": "me"}, "words")
     assert ended.sequence > created.sequence
     assert str(ended.dispatch_version) == "1.0"
@@ -62,7 +65,7 @@ async def test_a_group_goes_from_creation_to_its_end_as_the_contract_says(client
     ]
     assert all(str(span.version) == "1.0" for sample in ended.samples for span in sample.versions)
     assert await client.cancel_rollout(created.group_id) == ended, "what has ended stays as it is"
-    await client.wait_rollout(other.group_id, timeout_s=10.0)
+    await client.wait_rollout(other.group_id, timeout_s=DEADLINE_S)
     assert [rollout.group_id async for rollout in client.list_rollouts(page_size=1)] == [
         created.group_id,
         other.group_id,
@@ -87,7 +90,7 @@ async def test_refusals_name_what_is_wrong(client: AsyncClient):
     assert beyond.value.metadata["field"] == "after_sequence"
     for call in (client.get_rollout, client.cancel_rollout, client.wait_rollout):
         with pytest.raises(RolloutUnknown, match="'nobody' is not known"):
-            await call("nobody", timeout_s=5.0)
+            await call("nobody", timeout_s=DEADLINE_S)
     first = await client.create_rollout(prompt="x", request_id="mine")
     assert (await client.create_rollout(prompt="x", request_id="mine")).group_id == first.group_id
     with pytest.raises(RequestIdReused):
@@ -168,7 +171,7 @@ async def test_clients_beside_each_other_see_their_own_groups_and_share_the_boun
 
 async def ended_of(client: AsyncClient, name: str) -> set[str]:
     ended: set[str] = set()
-    async with aclosing(client.watch_rollouts(labels={"who": name}, timeout_s=20.0)) as changes:
+    async with aclosing(client.watch_rollouts(labels={"who": name}, timeout_s=DEADLINE_S)) as changes:
         async for rollout in changes:
             if rollout.ended:
                 ended.add(rollout.group_id)
@@ -181,7 +184,7 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody(make_world: Any, bac
     heavy = {f"label-{number}": "x" * 256 for number in range(16)}
     async with real_client(make_world) as (world, client), background(world.runner_loop(), world.heartbeat_loop()):
         silent = world.rollouts.WatchRollouts(rollout_pb2.WatchRolloutsRequest(), timeout=60)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             for _ in range(10):  # 4 KB a change: far more than the connection buffers
                 groups = [await client.create_rollout(prompt="x", labels=heavy) for _ in range(20)]
                 assert (await client.wait_rollout(groups[-1].group_id)).state is RolloutState.FINISHED
@@ -194,12 +197,12 @@ async def test_a_watch_ends_with_the_run_and_creation_is_refused(make_world: Any
         watch = asyncio.create_task(collect(client))
         await asyncio.sleep(0.1)
         await world.runs.StopRun(run_pb2.StopRunRequest(request_id="stop", reason="enough"))
-        changes = await asyncio.wait_for(watch, 10)
+        changes = await asyncio.wait_for(watch, DEADLINE_S)
         assert (changes[-1].group_id, changes[-1].state) == (created.group_id, RolloutState.CANCELLED)
         with pytest.raises(RunEnded, match=r"the run has ended \(enough\); it takes no more rollouts"):
             await client.create_rollout(prompt="x")
-        assert [run.state async for run in client.watch_run(timeout_s=10.0)][-1] == "stopped"
+        assert [run.state async for run in client.watch_run(timeout_s=DEADLINE_S)][-1] == "stopped"
 
 
 async def collect(client: AsyncClient) -> list[Any]:
-    return [rollout async for rollout in client.watch_rollouts(timeout_s=30.0)]
+    return [rollout async for rollout in client.watch_rollouts(timeout_s=DEADLINE_S)]

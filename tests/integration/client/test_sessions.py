@@ -42,7 +42,7 @@ async def test_sessions_are_opened_listed_and_closed_by_both_clients(make_world:
 
         async def open_one() -> Any:
             opening = asyncio.ensure_future(client.open_session(labels={"who": "me"}, idle_timeout_s=9))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not world.orchestrator.sequencer.line.counts["session"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await world.acquire(count=1)

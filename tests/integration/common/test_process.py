@@ -16,6 +16,7 @@ import pytest
 from slipstream.common.config import ConfigError
 from slipstream.common.runtime import ServiceFailed, _never_return, serve
 
+DEADLINE_S = 90.0
 SERVICES = Path(__file__).resolve().parents[3] / "services"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SERVICES)}
 
@@ -67,7 +68,7 @@ def events(tmp_path):
 
 
 def wait_for(tmp_path, event):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + DEADLINE_S
     while not any(line["event"] == event for line in events(tmp_path)):
         assert time.monotonic() < deadline, f"no {event} in the log"
         time.sleep(0.02)
@@ -78,13 +79,13 @@ def test_a_signal_drains_and_ends_the_process_with_0(start, tmp_path, signum):
     process = start("forever")
     wait_for(tmp_path, "service_started")
     process.send_signal(signum)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=DEADLINE_S) == 0
     assert [line["event"] for line in events(tmp_path)] == ["service_started", "drain_started", "drain_ended"]
 
 
 @pytest.mark.parametrize(("loop", "event"), [("returns", "loop_returned"), ("raises", "loop_failed")])
 def test_a_loop_that_ends_takes_the_process_down(start, tmp_path, loop, event):
-    assert start(loop).wait(timeout=20) == 1
+    assert start(loop).wait(timeout=DEADLINE_S) == 1
     line = next(line for line in events(tmp_path) if line["event"] == event)
     assert (line["loop"], line["level"]) == ("watch", "error")
 
@@ -149,7 +150,7 @@ time.sleep(60)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     child_pid = int(process.stdout.readline())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + DEADLINE_S
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -65,7 +65,7 @@ async def outcome(address, access) -> str:
     async with open_channel(address, access) as channel:
         try:
             stub = routing_pb2_grpc.RouterServiceStub(channel)
-            await stub.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=10)
+            await stub.ListWorkers(routing_pb2.ListWorkersRequest(), timeout=60)
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return "OK"
@@ -104,7 +104,7 @@ async def test_over_tls_every_rpc_but_health_needs_the_token_too(make_config, au
         calls = []
         for method in service.methods:
             kind = channel.unary_stream if method.server_streaming else channel.unary_unary
-            done = kind(f"/{ROUTER}/{method.name}")(b"", timeout=10)
+            done = kind(f"/{ROUTER}/{method.name}")(b"", timeout=60)
             calls.append(done.read() if method.server_streaming else done)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -115,7 +115,7 @@ async def test_over_tls_every_rpc_but_health_needs_the_token_too(make_config, au
                 await call
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
         health: Any = health_pb2_grpc.HealthStub(channel)
-        reply = await health.Check(health_pb2.HealthCheckRequest(service=ROUTER), timeout=10)
+        reply = await health.Check(health_pb2.HealthCheckRequest(service=ROUTER), timeout=60)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -214,7 +214,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line_and_by_its_code_whethe
             assert len(errors.splitlines()) == 1, errors
     finally:
         listening.send_signal(signal.SIGTERM)
-        listening.communicate(timeout=30)
+        listening.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("host", ["a b", "", "-a", "a..b", "a/b", "https://a", "a" * 64, "*.", "a*", "\u00e4.example"])

@@ -102,10 +102,10 @@ class World:
         self.base_url = f"http://127.0.0.1:{http.port}/v1"
 
     def client(self, key: str = "mine") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, max_retries=0, timeout=20)
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=key, max_retries=0, timeout=60)
 
     async def until_aborted(self, count: int) -> None:
-        async with asyncio.timeout(20), self.runner.news:
+        async with asyncio.timeout(60), self.runner.news:
             await self.runner.news.wait_for(lambda: len(self.runner.aborted) >= count)
 
 

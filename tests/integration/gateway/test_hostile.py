@@ -18,7 +18,7 @@ from .conftest import says
 
 Make = Callable[..., Any]
 ASK = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-GIVE_UP_S = 20.0
+GIVE_UP_S = 60.0
 
 
 async def _send(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -238,7 +238,7 @@ class World:
             acknowledged = tuple(cancellation.group for cancellation in answer.cancellations)
             self.cancelled += [(c.group.group_id, c.reason) for c in answer.cancellations]
 
-    async def plan(self, step: int, wait_ms: int = 2000) -> batch_pb2.GetPlanResponse:
+    async def plan(self, step: int, wait_ms: int = 20_000) -> batch_pb2.GetPlanResponse:
         return await self.batches.GetPlan(
             batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=wait_ms), timeout=60
         )

@@ -19,7 +19,7 @@ Make = Callable[..., Any]
 
 
 async def ask(world: Any, step: int, incarnation: int, checkpoint: int) -> batch_pb2.GetPlanResponse:
-    request = batch_pb2.GetPlanRequest(incarnation=incarnation, step=step, wait_ms=5000, checkpoint_step=checkpoint)
+    request = batch_pb2.GetPlanRequest(incarnation=incarnation, step=step, wait_ms=20_000, checkpoint_step=checkpoint)
     return await world.batches.GetPlan(request, timeout=60)
 
 

@@ -13,6 +13,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.orchestrator import releaser
 from slipstream.orchestrator.releaser import RowsReleaser
+from tests.ports import free_port
 
 
 class Holder(rows_pb2_grpc.RowsServiceServicer):
@@ -25,12 +26,12 @@ class Holder(rows_pb2_grpc.RowsServiceServicer):
         self.released.update(request.keys)
         return rows_pb2.ReleaseRowsResponse(released_count=len(request.keys))
 
-    async def serve(self, port: int = 0) -> tuple[grpc.aio.Server, int]:
+    async def serve(self, port: int) -> grpc.aio.Server:
         server = grpc.aio.server()
         rows_pb2_grpc.add_RowsServiceServicer_to_server(self, server)
-        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
-        return server, port
+        return server
 
 
 def refs(port: int, *keys: str) -> list[types_pb2.RowsRef]:
@@ -39,7 +40,8 @@ def refs(port: int, *keys: str) -> list[types_pb2.RowsRef]:
 
 async def test_what_a_holder_did_not_hear_while_it_was_away_is_said_again() -> None:
     holder, rows = Holder(), RowsReleaser(lambda address: open_channel(address, Access()))
-    server, port = await holder.serve()
+    port = free_port()
+    server = await holder.serve(port)
     rows.release(refs(port, "a"))
     await rows.flush()
     assert holder.released == {"a"}
@@ -47,7 +49,7 @@ async def test_what_a_holder_did_not_hear_while_it_was_away_is_said_again() -> N
     rows.release(refs(port, "b", "c"))
     await rows.flush()
     rows.release(refs(port, "d"))
-    server, _ = await holder.serve(port)
+    server = await holder.serve(port)
     async with asyncio.timeout(60):
         while holder.released != {"a", "b", "c", "d"}:
             await asyncio.sleep(0.5)  # longer in all than a channel takes to look for its peer again
@@ -58,8 +60,7 @@ async def test_what_a_holder_did_not_hear_while_it_was_away_is_said_again() -> N
 
 async def test_a_holder_that_stays_away_is_given_up_and_what_is_held_back_is_bounded(monkeypatch: Any) -> None:
     rows = RowsReleaser(lambda address: open_channel(address, Access()))
-    server, port = await Holder().serve()
-    await server.stop(None)
+    port = free_port()
     rows.release(refs(port, "a"))
     for _ in range(releaser._MAX_TRIES - 1):
         await rows.flush()

@@ -65,7 +65,7 @@ class Agent:
     async def open(self, request_id: str = "", wait_ms: int = 20_000, **fields: Any) -> rollout_pb2.OpenSessionResponse:
         request = rollout_pb2.OpenSessionRequest(request_id=request_id or uuid.uuid4().hex, wait_ms=wait_ms, **fields)
         with rpc_errors():
-            return await self.world.rollouts.OpenSession(request, timeout=30)
+            return await self.world.rollouts.OpenSession(request, timeout=60)
 
     async def close(self, session_id: str, reward: float = 0.0, **fields: Any) -> rollout_pb2.Session:
         request = rollout_pb2.CloseSessionRequest(
@@ -188,7 +188,7 @@ async def test_only_the_key_finds_its_session_and_only_its_hash_is_kept(make_age
         _, opened = await agent.assigned(*(agent.open(group_key="t", group_size=2) for _ in range(2)))
         for answer in opened:
             found = await agent.world.rollouts.FindSession(
-                rollout_pb2.FindSessionRequest(key_sha256=hashlib.sha256(answer.key.encode()).digest()), timeout=10
+                rollout_pb2.FindSessionRequest(key_sha256=hashlib.sha256(answer.key.encode()).digest()), timeout=60
             )
             assert (found.session.session_id, found.address) == (answer.session_id, agent.world.session_address)
         with pytest.raises(SessionUnknown), rpc_errors():
@@ -272,7 +272,7 @@ async def test_what_the_runner_says_of_a_session_is_what_its_client_hears(make_a
             runner_pb2.EndedSession(session_id=f"{group.session_group.name}-2", reason="IDLE_TIMEOUT"),
         ]
         await agent.world.runners.Heartbeat(
-            runner_pb2.HeartbeatRequest(runner_id="runner-1", runner_epoch="1", ended_sessions=ended), timeout=10
+            runner_pb2.HeartbeatRequest(runner_id="runner-1", runner_epoch="1", ended_sessions=ended), timeout=60
         )
         assert (await agent.get(second)).reason == "NO_TURNS"
         another, _ = await agent.assigned(agent.open(group_key="t", group_size=3))
@@ -380,7 +380,7 @@ async def test_a_restarted_orchestrator_knows_its_sessions_and_goes_on_with_them
         listed = await agent.world.rollouts.ListSessions(rollout_pb2.ListSessionsRequest(), timeout=60)
         assert listed == before
         found = await agent.world.rollouts.FindSession(
-            rollout_pb2.FindSessionRequest(key_sha256=hashlib.sha256(other.key.encode()).digest()), timeout=10
+            rollout_pb2.FindSessionRequest(key_sha256=hashlib.sha256(other.key.encode()).digest()), timeout=60
         )
         assert (found.session.session_id, found.address) == (other.session_id, other.address)
         # The runner has the one group still, and lost the other while nobody heard it.

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,6 +29,7 @@ from slipstream.environments.config import ImportedConfig
 from slipstream.environments.tokenizer import TOKENIZER_FILE, TextCodec, build_tokenizer
 from slipstream.runner.__main__ import run
 from slipstream.runner.config import RunnerConfig
+from tests.ports import free_port
 
 VERSION = types_pb2.PolicyVersion(incarnation=1, step=3)
 CODEC = TextCodec(build_tokenizer())
@@ -269,7 +269,7 @@ class World:
         self._make_config = make_config
         self._stack = stack
         self._orchestrator_server: grpc.aio.Server
-        self._orchestrator_port = 0
+        self._orchestrator_port = free_port()
         self._numbers = itertools.count(1)
 
     async def start(self, tmp_path: Path, **fields: Any) -> None:
@@ -318,7 +318,7 @@ class World:
 
     async def run_another(self) -> None:
         """Run a second process of the same name, at a port of its own."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await run(
                 self._config.model_copy(update={"listen": ListenConfig(port=free_port())}), ["@", str(self._file)]
             )
@@ -342,7 +342,7 @@ class World:
     async def start_orchestrator(self) -> None:
         config = self._make_config(listen=ListenConfig(port=self._orchestrator_port))
         add = runner_pb2_grpc.add_RunnerServiceServicer_to_server
-        self._orchestrator_server, self._orchestrator_port = build_server(config, [(add, self.orchestrator, "")])
+        self._orchestrator_server, _ = build_server(config, [(add, self.orchestrator, "")])
         await self._orchestrator_server.start()
         self._stack.push_async_callback(self._orchestrator_server.stop, None)
 
@@ -409,12 +409,6 @@ class World:
         await server.start()
         self._stack.push_async_callback(server.stop, None)
         return port
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(behaviour: str = "") -> ImportedConfig:

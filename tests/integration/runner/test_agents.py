@@ -82,7 +82,7 @@ class Place:
         """Close the session; its record, and its first sample as text."""
         async with open_channel(self.world.address, Access()) as channel:
             end = session_pb2.EndSessionRequest(request_id="end", session_id=f"{name}-0", reward=1.0)
-            await session_pb2_grpc.SessionServiceStub(channel).EndSession(end, timeout=20)
+            await session_pb2_grpc.SessionServiceStub(channel).EndSession(end, timeout=60)
         (record,) = (await self.world.report(name)).rollouts
         _, data = await self.world.fetch(record.token_ids.key)
         return record, CODEC.decode_all(memoryview(data).cast("i").tolist())

@@ -51,7 +51,7 @@ async def test_a_sandbox_that_is_away_is_no_failure_of_the_environment(start_wor
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        world = await start_world("runs code", sandbox_address=address, environment_timeout_s=12.0)
+        world = await start_world("runs code", sandbox_address=address, environment_timeout_s=90.0)
         report = await world.report(await world.give("runs_code"))
         assert (report.outcome, report.reason) == (runner_pb2.GROUP_OUTCOME_FAILED, "SANDBOX_AWAY")
         assert report.detail.startswith("Unreachable: ")
@@ -113,6 +113,6 @@ async def test_groups_of_other_environments_go_on_while_one_dies_again_and_again
 
 async def test_an_environment_that_cannot_be_imported_ends_the_runner(start_world: Any) -> None:
     world = await start_world(environments=[ImportedConfig(name="gone", path="no_such_module:Environment")])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         with pytest.raises(ConfigError, match=r"environments\.gone: .*no_such_module"):
             await world.process

@@ -161,11 +161,9 @@ async def test_a_cancellation_is_acknowledged_after_both_workers_freed_the_block
     world.orchestrator.cancelled[group_id] = "AGED_OUT"
     await world.orchestrator.tell()
     await world.until(lambda: group_id not in world.orchestrator.cancelled)
-    assert world.events == [
-        ("aborted", "decode-1", "g1.1.1"),
-        ("aborted", "prefill-1", "g1.1.1"),
-        ("acknowledged", "orchestrator", group_id),
-    ]
+    *aborted, last = world.events
+    assert sorted(aborted) == [("aborted", "decode-1", "g1.1.1"), ("aborted", "prefill-1", "g1.1.1")]
+    assert last == ("acknowledged", "orchestrator", group_id)
     await world.until(lambda: prefill.released_rows == ["p/g1.1.1"])
     assert group_id not in world.orchestrator.reports
 
@@ -222,13 +220,13 @@ async def test_a_runner_asks_for_groups_again_as_it_asked_though_more_is_free_by
 async def test_a_superseded_runner_ends(world: Any) -> None:
     world.orchestrator.superseded = True
     await world.orchestrator.tell()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(ServiceFailed, match="a later process runs"):
             await world.process
 
 
 async def test_a_drain_reports_what_runs(start_world: Any) -> None:
-    world = await start_world(drain_timeout_s=10.0)
+    world = await start_world(drain_timeout_s=60.0)
     decode = world.workers["decode-1"]
     decode.gate.clear()
     group_id = await world.give()
@@ -237,14 +235,14 @@ async def test_a_drain_reports_what_runs(start_world: Any) -> None:
     await asyncio.sleep(0.3)
     assert not world.process.done()
     decode.gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await world.process
     assert world.orchestrator.reports[group_id].outcome == runner_pb2.GROUP_OUTCOME_FINISHED
 
 
 @pytest.mark.parametrize("gone", ["stopping", "away"])
 async def test_a_drain_waits_for_nothing_where_the_orchestrator_stops_too(start_world: Any, gone: str) -> None:
-    world = await start_world(drain_timeout_s=50.0)
+    world = await start_world(drain_timeout_s=600.0)
     decode = world.workers["decode-1"]
     decode.gate.clear()
     group_id = await world.give()
@@ -253,7 +251,7 @@ async def test_a_drain_waits_for_nothing_where_the_orchestrator_stops_too(start_
     if gone == "away":
         await world.stop_orchestrator()
     world.ask_to_stop()
-    async with asyncio.timeout(25):
+    async with asyncio.timeout(80):
         await world.process
     assert group_id not in world.orchestrator.reports
     world.orchestrator.stops = False

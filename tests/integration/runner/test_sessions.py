@@ -68,7 +68,7 @@ class Agent:
             request_id=uuid.uuid4().hex, session_id=self(index), messages=messages, **fields
         )
         with rpc_errors():
-            return [piece async for piece in self.stub.RunTurn(request, timeout=30)]
+            return [piece async for piece in self.stub.RunTurn(request, timeout=60)]
 
     async def say(self, index: int, *messages: Any, **fields: Any) -> str:
         """The text of one answer."""
@@ -79,7 +79,7 @@ class Agent:
             request_id=uuid.uuid4().hex, session_id=self(index), reward=reward, **fields
         )
         with rpc_errors():
-            await self.stub.EndSession(request, timeout=30)
+            await self.stub.EndSession(request, timeout=60)
 
     async def report(self) -> runner_pb2.GroupReport:
         return await self.world.report(self.name)
@@ -91,7 +91,7 @@ class Agent:
 
 @asynccontextmanager
 async def sessions(
-    world: Any, count: int = 1, idle_ms: int = 20_000, deadline_ms: int = 40_000
+    world: Any, count: int = 1, idle_ms: int = 600_000, deadline_ms: int = 600_000
 ) -> AsyncIterator[Agent]:
     """A group of sessions at the runner of `world`."""
     name = f"session-{uuid.uuid4().hex}"
@@ -184,7 +184,7 @@ async def test_answers_stream_piece_by_piece_without_waiting_for_their_end(world
         request = session_pb2.RunTurnRequest(
             request_id="r", session_id=agent(0), messages=[user("count")], stream=True, logprobs=True
         )
-        stream = aiter(agent.stub.RunTurn(request, timeout=30))
+        stream = aiter(agent.stub.RunTurn(request, timeout=60))
         first = await anext(stream)
         assert first.text == "one", "a space at its end may be all that comes"
         assert [(token.text, token.logprob) for token in first.tokens] == [
@@ -279,7 +279,7 @@ async def test_a_turn_whose_reader_goes_is_aborted_and_leaves_nothing(world: Any
     engines(world, says=lambda prompt: "one two three", tokens_a_message=4, open=False)
     async with sessions(world) as agent:
         request = session_pb2.RunTurnRequest(request_id="r", session_id=agent(0), messages=[user("count")], stream=True)
-        stream = agent.stub.RunTurn(request, timeout=30)
+        stream = agent.stub.RunTurn(request, timeout=60)
         await stream.read()
         stream.cancel()
         await world.until(lambda: any(event[0] == "aborted" for event in world.events))
@@ -406,7 +406,7 @@ async def drive(agent: Agent, restart: Any = None) -> list[Any]:
 
 async def until_taken_up(agent: Agent, index: int, *messages: Any, **fields: Any) -> str:
     """What agents do: a turn that found no runner is asked again."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while True:
             try:
                 return await agent.say(index, *messages, **fields)
@@ -447,7 +447,7 @@ async def end_texts() -> None:
     for process in found:
         with suppress(psutil.NoSuchProcess):  # it ended with the one before
             process.kill()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while any(map(lives, found)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -478,7 +478,7 @@ async def test_a_runner_that_is_told_to_stop_leaves_its_sessions_to_the_next(wor
     async with sessions(world) as agent:
         await agent.say(0, user("say 3"))
         world.ask_to_stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.wait([world.process])
         assert agent.name not in world.orchestrator.reports
         await restarted(world)
