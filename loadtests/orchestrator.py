@@ -19,7 +19,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -51,6 +50,7 @@ from slipstream.common.config import ListenConfig, MetricsConfig, RedisConfig, d
 from slipstream.common.runtime import Service, Servicers
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.child import guarded
+from slipstream.launcher.ports import PortLease, port_of, take_ports
 from slipstream.launcher.valkey import binary_path
 from slipstream.orchestrator.config import EnvironmentConfig, OrchestratorConfig, WorkerConfig
 from slipstream.runner.config import RunnerConfig
@@ -169,15 +169,12 @@ class World:
         return sum(runner.finished for runner in self.runners)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @asynccontextmanager
 async def world(directory: Path, scenario: Scenario, *, spooled: bool = False) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
+        lease = PortLease(owner="loadtests")
+        stack.callback(lease.close)
+        ports = take_ports(("orchestrator", "metrics"), lease)
 
         async def serve(name: str, servicers: Servicers) -> str:
             service = Service(RunnerConfig(run_dir=directory, replica=name), servicers)
@@ -202,8 +199,8 @@ async def world(directory: Path, scenario: Scenario, *, spooled: bool = False) -
             run_id=directory.name,
             run_dir=directory,
             replica="orchestrator",
-            listen=ListenConfig(port=free_port()),
-            metrics=MetricsConfig(port=free_port()),
+            listen=ListenConfig(port=port_of(ports["orchestrator"])),
+            metrics=MetricsConfig(port=port_of(ports["metrics"])),
             redis=RedisConfig(url=start_valkey(directory, stack)),
             total_steps=scenario.steps,
             groups_per_step=scenario.groups_per_step,
