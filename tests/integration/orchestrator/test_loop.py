@@ -304,10 +304,11 @@ async def test_admission_stops_at_the_bound_and_opens_when_a_version_is_served(m
 
 
 async def test_a_run_whose_rewards_never_differ_ends_and_says_so(make_world: Make) -> None:
-    async with make_world(total_steps=10, stall_timeout_s=1.0) as world:
+    async with make_world(total_steps=10, stall_timeout_s=600.0) as world:
         world.publish(0)
         groups = await world.acquire(wait_ms=20_000)
         await world.report(*(world.finished(group, spread=False) for group in groups[:3]))
+        world.orchestrator.supervisor._clock = lambda: time.monotonic() + 601.0
         run = await world.until(lambda run: run.state == run_pb2.RUN_STATE_FAILED)
         assert run.metrics["groups_filtered_since_step"] == 3
         assert "in phase training, as 3 groups were filtered in which all rollouts earned the same" in run.reason
@@ -455,7 +456,7 @@ async def test_when_valkey_is_killed_admission_pauses_and_then_nothing_is_lost(
 
 async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(make_world: Make) -> None:
     breaker = BreakerConfig(open_after_failures=4, first_pause_s=0.1)
-    async with make_world(failing_environment_timeout_s=1.5, breaker=breaker) as world:
+    async with make_world(failing_environment_timeout_s=600.0, breaker=breaker) as world:
         world.publish(0)
         failures = 0
         while (await world.run()).phase != "ended":
@@ -463,6 +464,8 @@ async def test_an_environment_that_only_fails_ends_the_run_with_a_sentence(make_
             if groups:
                 failures += len(groups)
                 await world.report(*(world.failed(group) for group in groups))
+            if len(world.metrics("environment")) == 2:  # both are backed off
+                world.orchestrator.supervisor._clock = lambda: time.monotonic() + 601.0
         run = await world.run()
         assert run.state == run_pb2.RUN_STATE_FAILED
         said = re.fullmatch(
