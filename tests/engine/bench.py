@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ class Bench:
     def oracle(self) -> Oracle:
         return Oracle(self.seed)
 
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Within it, what is in flight stays there, whatever else is done and however long it takes."""
+        return self.kind.between_steps(self.engine)
+
+    async def decoding(self, count: int, before: int = 0) -> None:
+        """Return when so many tokens were sampled, `before` of them before."""
+        await until(lambda: self.engine.load().decoded_tokens - before >= count, f"{count} tokens")
+
     async def serve(self, seed: int) -> PolicyVersion:
         """Update to the weights of a seed, as the next version."""
         version = PolicyVersion(self.version.incarnation, self.version.step + 1)
@@ -146,7 +154,7 @@ class Bench:
 
     async def idle(self) -> None:
         """Return when no block is held and nothing waits; fail if that does not come."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             while True:
                 load = self.engine.load()
                 if not (load.blocks_used or load.running_samples or load.waiting_requests or load.kv_transfers):
@@ -178,7 +186,7 @@ class Factory:
             await engine.stop()
 
 
-async def until(condition, what: str, deadline_s: float = 20.0) -> None:
+async def until(condition, what: str, deadline_s: float = DEADLINE_S) -> None:
     """Wait for what no event announces."""
     try:
         async with asyncio.timeout(deadline_s):

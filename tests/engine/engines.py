@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -71,6 +72,10 @@ class EngineUnderTest(Protocol):
         """Within it, what computes does not move, while all around it goes on; it notices after `SILENCE_S`."""
         ...
 
+    def between_steps(self, engine: Engine) -> AbstractContextManager[None]:
+        """Within it, what is in flight stays there: no step is taken, and all else is done that it is asked to."""
+        ...
+
     def check(self, engine: Engine) -> None:
         """Raise AssertionError if the engine's own books do not balance. Called when it has nothing to do."""
         ...
@@ -110,6 +115,17 @@ class Embedded:
                 yield
             finally:
                 go_on.set()
+
+    @contextmanager
+    def between_steps(self, engine: Engine) -> Iterator[None]:
+        assert isinstance(engine, EmbeddedEngine)
+        core = engine._core
+        step = core.step
+        core.step = lambda: (time.sleep(0.001), True)[1]
+        try:
+            yield
+        finally:
+            core.step = step
 
     def check(self, engine: Engine) -> None:
         assert isinstance(engine, EmbeddedEngine)
@@ -170,6 +186,10 @@ class Vllm:
                 yield
             finally:
                 os.kill(core.pid, signal.SIGCONT)
+
+    def between_steps(self, engine: Engine) -> AbstractContextManager[None]:
+        """Its steps are its own, and slow enough."""
+        return nullcontext()
 
     def check(self, engine: Engine) -> None:
         """vLLM's books are its own."""

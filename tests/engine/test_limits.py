@@ -83,10 +83,11 @@ async def test_a_full_queue_refuses_the_next_request_and_recovers(small: Bench):
     running = asyncio.create_task(small.ask(prompt_of(5), limits.max_running_samples, max_new_tokens=100))
     await until(lambda: small.engine.load().running_samples == limits.max_running_samples, "all rows taken")
     count = limits.max_waiting_requests
-    waiting = [asyncio.create_task(small.ask(prompt_of(5), max_new_tokens=3)) for _ in range(count)]
-    await until(lambda: small.engine.load().waiting_requests == count, "requests that wait")
-    with pytest.raises(EngineFull) as refused:
-        await small.ask(prompt_of(5))
+    with small.between_steps():
+        waiting = [asyncio.create_task(small.ask(prompt_of(5), max_new_tokens=3)) for _ in range(count)]
+        await until(lambda: small.engine.load().waiting_requests == count, "requests that wait")
+        with pytest.raises(EngineFull) as refused:
+            await small.ask(prompt_of(5))
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refused.value.metadata == {"name": "max_waiting_requests", "limit": str(count)}
     await asyncio.gather(running, *waiting)
@@ -97,7 +98,7 @@ async def test_the_id_of_a_running_request_cannot_be_taken(bench: Bench):
     request = bench.request(prompt_of(5), max_new_tokens=100)
     running = asyncio.create_task(bench.run(request))
     await until(lambda: bench.engine.load().running_samples, "a running sample")
-    with pytest.raises(RequestIdReused):
+    with bench.between_steps(), pytest.raises(RequestIdReused):
         await bench.run(request)
     (sample,) = await running
     assert len(sample.token_ids) == 100

@@ -41,11 +41,12 @@ async def test_gauges_follow_what_runs_waits_and_is_held(small: Bench):
     held = -(-(9 + 110) // small.block) * 4
     assert 0 < engine.load().blocks_used <= held
     queued = [small.request(prompt_of(9, seed=9), max_new_tokens=3) for _ in range(3)]
-    waiting = [asyncio.create_task(small.run(request)) for request in queued]
-    await until(lambda: engine.load().waiting_requests == 3, "three requests that wait")
-    assert engine.load().running_samples == 4
-    assert await engine.abort(queued[1].request_id) == 1
-    assert engine.load().waiting_requests == 2
+    with small.between_steps():
+        waiting = [asyncio.create_task(small.run(request)) for request in queued]
+        await until(lambda: engine.load().waiting_requests == 3, "three requests that wait")
+        assert engine.load().running_samples == 4
+        assert await engine.abort(queued[1].request_id) == 1
+        assert engine.load().waiting_requests == 2
     await asyncio.gather(*streams, *waiting)
     await small.idle()
 
@@ -92,7 +93,8 @@ async def test_counters_at_an_update_are_what_was_sampled_before_it(bench: Bench
     await until(lambda: bench.engine.load().running_samples == 6, "six running samples")
     seen: list[EngineLoad] = []
     version = PolicyVersion(old.incarnation, old.step + 1)
-    report = await bench.engine.update(version, tensors(2), lambda paused: seen.append(bench.engine.load()))
+    with bench.between_steps():
+        report = await bench.engine.update(version, tensors(2), lambda paused: seen.append(bench.engine.load()))
     bench.version, bench.seed = version, 2
     answers = await asyncio.gather(*running)
     sampled = sum(sample.versions.count(old) for samples in answers for sample in samples)

@@ -242,7 +242,7 @@ async def test_rows_of_two_requests_never_meet_under_one_key(bench: Bench):
     running = asyncio.create_task(bench.run(first))
     await until(lambda: engine.load().running_samples == 2, "two running samples")
     second = replace(bench.request(prompt_of(31, seed=2), 2), sample_ids=(unique("other"), first.sample_ids[1]))
-    with pytest.raises(RequestIdReused) as refused:  # its rows are on their way
+    with bench.between_steps(), pytest.raises(RequestIdReused) as refused:  # its rows are on their way
         await bench.run(second)
     assert refused.value.metadata["request_id"] == first.sample_ids[1]
     await running

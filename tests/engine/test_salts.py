@@ -50,10 +50,11 @@ async def test_tokens_of_a_new_version_are_a_fresh_engines(bench: Bench, build: 
 
 async def test_a_rollout_that_crosses_an_update_keeps_its_prefix(bench: Bench):
     prompt, salt = prompt_of(2 * bench.block + 3), unique("salt")
-    dispatched = bench.version
+    dispatched, decoded = bench.version, bench.engine.load().decoded_tokens
     running = asyncio.create_task(bench.ask(prompt, salt=salt, max_new_tokens=120))
-    await until(lambda: bench.engine.load().running_samples, "a running sample")
-    crossed = await bench.serve(2)
+    await bench.decoding(2, decoded)
+    with bench.between_steps():
+        crossed = await bench.serve(2)
     (first,) = await running
     assert set(first.versions) == {dispatched, crossed}
     assert first.versions == sorted(first.versions)

@@ -72,15 +72,16 @@ async def test_what_an_engine_that_stands_still_runs_ends_within_the_bound_and_i
     running = [asyncio.create_task(bench.ask(prompt_of(9, seed=n), 2, max_new_tokens=190)) for n in range(2)]
     await until(lambda: engine.load().running_samples == 4, "four running samples")
     assert engine.silent_s == 0
+    silent_s: list[float] = []
+    for task in running:
+        task.add_done_callback(lambda task: silent_s.append(engine.silent_s))
     with bench.kind.standing_still(engine):
-        started_s = time.monotonic()
         done, _ = await asyncio.wait(running, timeout=ENDS_S)
-        assert time.monotonic() - started_s > SILENCE_S / 2
         assert len(done) == 2
+        assert min(silent_s) > SILENCE_S, "none ends before"
         assert all(isinstance(task.exception(), RequestAborted) for task in running)
         assert engine.silent_s > SILENCE_S
-        await asyncio.sleep(0.3)
-        assert engine.silent_s > SILENCE_S + 0.2  # it counts on
+        await until(lambda: engine.silent_s > SILENCE_S + 0.2, "it counts on")
     await until(lambda: engine.silent_s == 0, "a sign of life")
     await bench.idle()  # what it held for them is free
     assert await bench.greedy(prompt) == expected
@@ -154,9 +155,9 @@ async def test_a_start_that_stands_still_ends_within_its_limit_and_says_where(
 
     monkeypatch.setattr(EngineCoreProc, "run_engine_core", stand_still)
     before, processes = left_behind(), multiprocessing.active_children()
-    engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=2.0)
+    engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=5.0)
     began_s = time.monotonic()
-    with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s = 2 s"):
+    with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s = 5 s"):
         await engine.start()
     assert time.monotonic() - began_s < ENDS_S
     del engine

@@ -86,7 +86,8 @@ async def test_a_prompt_handed_over_and_an_update_in_mid_flight_equal_an_oracle_
     await until(lambda: bench.engine.load().running_samples == 6, "all samples")
     before = bench.engine.load().decoded_tokens
     await until(lambda: bench.engine.load().decoded_tokens - before > 12, "some tokens of each")
-    second_version = await bench.serve(2)
+    with bench.between_steps():
+        second_version = await bench.serve(2)
     samples = await running
     prefiller.engine.release_kv(salt)
     for index, sample in enumerate(samples):

@@ -27,12 +27,13 @@ def checksum(name: str, array: np.ndarray) -> int:
 
 
 async def test_a_swap_between_steps_restarts_nothing(bench: Bench):
-    before = bench.version
+    before, decoded = bench.version, bench.engine.load().decoded_tokens
     request = bench.request(prompt_of(20), samples=8, max_new_tokens=100)
     running = asyncio.create_task(bench.run(request, flush_s=0.0))
-    await until(lambda: bench.engine.load().running_samples == 8, "running samples")
+    await bench.decoding(2 * 8, decoded)
     version = PolicyVersion(before.incarnation, before.step + 1)
-    report = await bench.engine.update(version, tensors(2), lambda paused: None)
+    with bench.between_steps():
+        report = await bench.engine.update(version, tensors(2), lambda paused: None)
     bench.version, bench.seed = version, 2
     assert (report.version, report.previous_version, report.in_flight_samples) == (version, before, 8)
     assert report.pause_s >= report.apply_s > 0
@@ -128,7 +129,8 @@ async def test_what_is_in_flight_over_updates_equals_an_oracle_that_swaps_at_the
     for seed in (2, 3):
         before = bench.engine.load().decoded_tokens
         await until(lambda before=before: bench.engine.load().decoded_tokens - before > 300, "some tokens of each")
-        seeds[await bench.serve(seed)] = seed
+        with bench.between_steps():
+            seeds[await bench.serve(seed)] = seed
     answers = await asyncio.gather(*running)
     assert {version for samples in answers for sample in samples for version in sample.versions} >= set(list(seeds)[:2])
     for request, samples in zip(requests, answers, strict=True):

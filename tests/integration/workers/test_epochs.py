@@ -81,9 +81,9 @@ class Stream:
                     versions += [PolicyVersion.from_proto(span.version)] * span.token_count
 
     async def flowing(self) -> None:
-        before = len(self.samples[0][0])
+        before = [len(tokens) for tokens, _, _ in self.samples]
         async with asyncio.timeout(WAIT_S):
-            while len(self.samples[0][0]) == before:  # noqa: ASYNC110 observed from outside
+            while any(len(tokens) == count for (tokens, _, _), count in zip(self.samples, before, strict=True)):  # noqa: ASYNC110 observed from outside
                 await asyncio.sleep(0.001)
 
     async def ended(self):

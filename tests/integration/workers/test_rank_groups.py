@@ -115,7 +115,7 @@ async def test_an_update_of_the_leader_reaches_all_ranks_with_their_requests_in_
         for rank in ranks
     ]
     async with asyncio.timeout(30):
-        while not all(rank.worker.engine.load().running_samples for rank in ranks):  # noqa: ASYNC110
+        while not all(rank.worker.engine.load().decoded_tokens for rank in ranks):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     with ExitStack() as stack:
         for rank in ranks:

@@ -42,8 +42,8 @@ async def test_weights_are_swapped_between_two_steps_of_running_requests(cluster
     _, decoder = cluster.members
     await cluster.publish(V2)
     stream = aiter(decoder.decode.Decode(cluster.decode_request(decoder, None, samples=3, sampling=LONG)))
-    async with asyncio.timeout(30):
-        while decoder.worker.engine.load().running_samples < 3:  # noqa: ASYNC110 observed from outside
+    async with asyncio.timeout(WAIT_S):
+        while decoder.worker.engine.load().decoded_tokens < 3 * 3:  # noqa: ASYNC110 observed from outside
             await asyncio.sleep(0.002)
     with decoder.engine.between_steps():
         applied = await decoder.update(V2)
