@@ -22,6 +22,7 @@ from slipstream.engine.pulse import Pulse
 from slipstream.engine.vllm.config import BLOCK_MULTIPLE, VllmConfig
 from slipstream.engine.vllm.engine import VllmEngine
 from slipstream.models.registry import load_sizes
+from tests import standstill
 
 FIRST = PolicyVersion(1, 0)
 """What an engine under test serves at first."""
@@ -181,7 +182,7 @@ class Vllm:
         assert isinstance(engine, VllmEngine)
         (core,) = engine._llm.engine_core.resources.engine_manager.processes
         with sharp(engine):
-            os.kill(core.pid, signal.SIGSTOP)
+            standstill.stop(core.pid)
             try:
                 yield
             finally:

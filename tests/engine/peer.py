@@ -16,9 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from slipstream.common.processes import with_children
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest
 from slipstream.launcher.ports import bindable, candidate_ports
+from tests import standstill
 from tests.engine.engines import Vllm
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +66,7 @@ class Peer:
 
     def freeze(self) -> None:
         """It answers nothing any more, and its connections stay."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        standstill.stop(*with_children(self._process.pid))
 
     def kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)

@@ -21,6 +21,7 @@ from slipstream.common.version import PolicyVersion
 from slipstream.engine.pulse import ASK_INTERVAL_S
 from slipstream.engine.vllm import launch
 from slipstream.engine.vllm.calls import CoreEnded
+from tests import standstill
 from tests.engine.bench import Bench, Factory, prompt_of, until
 from tests.engine.engines import SILENCE_S, Limits, Vllm, sharp
 from tests.engine.oracle import tensors
@@ -38,7 +39,7 @@ START_S = 40.0
 def stop(llm: Any) -> int:
     """vLLM's process, whose id is returned, answers nothing that it is asked from now on."""
     (core,) = llm.engine_core.resources.engine_manager.processes
-    os.kill(core.pid, signal.SIGSTOP)
+    standstill.stop(core.pid)
     return core.pid
 
 

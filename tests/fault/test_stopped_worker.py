@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests import standstill
+
 pytestmark = pytest.mark.timeout(240, func_only=False)
 
 STOPPED_S = float(os.environ.get("SLIPSTREAM_STOPPED_S", "12"))
@@ -17,7 +19,7 @@ def test_a_run_goes_on_while_a_worker_stands_still_and_takes_it_back(launch):
     run = launch("run", "--decode.replicas", "2", "--orchestrator.total-steps", "100000")
     run.wait_step(3)
     pid = run.pid("decode-2")
-    os.kill(pid, signal.SIGSTOP)
+    standstill.stop(pid)
     try:
         stopped_s, before = time.monotonic(), len(run.metrics("step"))
         run.wait_until(lambda: len(run.metrics("step")) >= before + 3, 90)

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import standstill
+
 STAND_IN = Path(__file__).parent / "stand_in_launcher.py"
 DEADLINE_S = 90.0
 """By then a thing has happened that is going to happen, on any machine."""
@@ -235,7 +237,7 @@ def test_the_refusal_of_one_rank_counts_and_not_what_it_did_to_the_others(launch
     launched = launch(restart="on_failure", rank_0=SLEEP, rank_1=f"{REFUSES_ON_TERM}; {SLEEP}")
     launched.wait_ready()
     ranks = [psutil.Process(launched.pid(rank)) for rank in ("rank_0", "rank_1")]
-    launched.process.send_signal(signal.SIGSTOP)  # so that it sees both at once
+    standstill.stop(launched.process.pid)  # so that it sees both at once
     os.kill(ranks[0].pid, signal.SIGKILL)
     os.kill(ranks[1].pid, signal.SIGTERM)
     wait_until(lambda: all(rank.status() == psutil.STATUS_ZOMBIE for rank in ranks))

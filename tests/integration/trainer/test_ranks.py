@@ -42,6 +42,7 @@ from slipstream.trainer.config import (
     TrainerConfig,
 )
 from slipstream.trainer.optim_config import OptimConfig
+from tests import standstill
 
 pytestmark = pytest.mark.timeout(400)
 READY_WITHIN_S = 150.0
@@ -311,7 +312,7 @@ async def test_a_rank_that_stands_still_ends_the_others_in_time_and_by_name(tmp_
         processes = world.start(2, ParallelConfig(data=2, timeout_s=15.0))
         try:
             await until(processes[0], world.orchestrator.reported.is_set, READY_WITHIN_S)
-            processes[1].send_signal(signal.SIGSTOP)
+            standstill.stop(processes[1].pid)
             world.orchestrator.held_back = 0
             assert await asyncio.to_thread(processes[0].wait, ENDS_WITHIN_S) == 1
         finally:

@@ -14,14 +14,18 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from slipstream.api.broadcast.v1 import broadcast_pb2
 from slipstream.common.errors import DeadlineExceeded
 from slipstream.weights.straight.links import Run
 from slipstream.weights.straight.memory import Memory
 from slipstream.weights.straight.nixl import NixlLender, NixlReader
+from tests import standstill
 
 CPU = torch.device("cpu")
 SIZE_BYTES = 64 << 20
@@ -57,7 +61,7 @@ def read() -> dict[str, object]:
     reader = NixlReader(CPU)
     try:
         loan = loan_of(process)
-        process.send_signal(signal.SIGSTOP)
+        standstill.stop(process.pid)
         try:
             reader.read(loan, [Run(0, 0, SIZE_BYTES)], target, "reader", time.monotonic() + 1)
             ended = "done"

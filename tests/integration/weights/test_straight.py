@@ -16,6 +16,7 @@ from straight_trainer import PROBE, tensors
 from slipstream.common import errors
 from slipstream.common.version import PolicyVersion
 from slipstream.weights.straight.packing import TensorBox
+from tests import standstill
 from tests.integration.weights.conftest import READ_S
 
 V = [PolicyVersion(1, step) for step in range(8)]
@@ -172,7 +173,7 @@ async def test_a_transfer_that_stands_still_ends_at_its_deadline(world):
     read = reader._read
 
     async def stopped(*arguments):
-        os.kill(process.pid, signal.SIGSTOP)
+        standstill.stop(process.pid)
         return await read(*arguments)
 
     reader._read = stopped

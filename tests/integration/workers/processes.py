@@ -22,6 +22,7 @@ from slipstream.decode.config import DecodeConfig
 from slipstream.engine.worker.config import RankGroupConfig
 from slipstream.launcher.child import guarded
 from slipstream.prefill.config import PrefillConfig
+from tests import standstill
 from tests.integration.workers.conftest import Cluster
 from tests.ports import free_ports
 
@@ -68,6 +69,10 @@ class WorkerProcess:
     def signal(self, number: signal.Signals) -> None:
         """To the process alone, as a kernel or a person would send it."""
         self.process.send_signal(number)
+
+    def stand_still(self) -> None:
+        """Until it gets SIGCONT."""
+        standstill.stop(self.process.pid)
 
     async def ended(self, timeout_s: float) -> int:
         return await asyncio.to_thread(self.process.wait, timeout_s)

@@ -50,7 +50,7 @@ async def test_killed_ranks_come_back_to_what_their_group_serves(empty_cluster, 
     # The leader is killed while the other rank stands still in the middle of an update.
     await empty_cluster.publish(V3)
     await ranks[0].control.BeginUpdate(begin(V3, "cut"), timeout=30)
-    ranks[1].signal(signal.SIGSTOP)
+    ranks[1].stand_still()
     call = asyncio.ensure_future(ranks[0].control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id="cut")))
     await asyncio.sleep(0.5)
     ranks[0].signal(signal.SIGKILL)
@@ -66,7 +66,7 @@ async def test_killed_ranks_come_back_to_what_their_group_serves(empty_cluster, 
     # A rank is killed in the middle of one.
     await empty_cluster.publish(V4)
     await ranks[0].control.BeginUpdate(begin(V4, "cut again"), timeout=30)
-    ranks[1].signal(signal.SIGSTOP)
+    ranks[1].stand_still()
     call = asyncio.ensure_future(ranks[0].control.ApplyUpdate(worker_pb2.ApplyUpdateRequest(update_id="cut again")))
     await asyncio.sleep(0.5)
     ranks[1].signal(signal.SIGKILL)

@@ -265,7 +265,7 @@ async def test_kill_nine_of_a_decode_worker_in_mid_turn_costs_no_token_that_came
             coming = asyncio.create_task(received(turns))
             running = asyncio.create_task(turns.ask(PROMPT, "broken", **fields))
             assert await turns.at_work() == "decode-1"
-            dying.signal(signal.SIGSTOP)
+            dying.stand_still()
             await asyncio.sleep(1.2)
             dying.signal(signal.SIGCONT)
             assert await coming == dying.address

@@ -48,7 +48,7 @@ async def test_turns_of_a_prefill_worker_that_stands_still_end_within_the_bound_
         async with asyncio.timeout(DEADLINE_S):  # else the router may take one of the two to be busy, and spare it
             while any(worker.load.blocks_used for worker in (await turns.workers()).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        stopped.signal(signal.SIGSTOP)
+        stopped.stand_still()
         holders = await ask(GROUPS)
         assert {holder for holder, _ in holders} == {cluster.members[0].address}
         assert any(retried for _, retried in holders)
