@@ -51,7 +51,10 @@ def full_disk_named(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        raise shortage(error, path) or error from error
+        named = shortage(error, path)
+        if named is None:
+            raise
+        raise named from error
 
 
 def free_bytes(path: Path) -> int:
