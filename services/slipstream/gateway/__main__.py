@@ -15,6 +15,7 @@ from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
 from slipstream.common.channels import Channels
 from slipstream.common.runtime import run_service, serve
+from slipstream.gateway.bodies import BodyRoom
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.handlers import Handlers
 from slipstream.gateway.http import HttpServer
@@ -29,7 +30,9 @@ async def run(config: GatewayConfig) -> None:
     channels = Channels(lambda address: open_channel(address, access))
     orchestrator = open_channel(config.orchestrator_address, access)
     turns = Turns(orchestrator, channels, config.turn_timeout_s)
-    http = HttpServer(config, Handlers(turns, config.run_id, config.body_timeout_s, config.write_timeout_s))
+    bodies = BodyRoom(config.max_body_bytes, config.max_all_bodies_bytes)
+    handlers = Handlers(turns, config.run_id, bodies, config.body_timeout_s, config.write_timeout_s)
+    http = HttpServer(config, handlers)
     try:
         await http.start()
         log.info("http_started", host=config.http_host, port=http.port)

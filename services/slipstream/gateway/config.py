@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from slipstream.common.config import ServiceConfig
 
@@ -28,6 +30,9 @@ class GatewayConfig(ServiceConfig):
     max_body_bytes: int = Field(default=4 * MIB, ge=1024, le=12 * MIB)
     """Bytes of a request's body."""
 
+    max_all_bodies_bytes: int = Field(default=256 * MIB, ge=1024)
+    """Bytes of the bodies of all requests that are read or answered at once; one more is refused with status 429."""
+
     header_timeout_s: float = Field(default=10.0, gt=0)
     """Longest time from a connection to its first request's last header."""
 
@@ -42,3 +47,9 @@ class GatewayConfig(ServiceConfig):
 
     turn_timeout_s: float = Field(default=600.0, gt=0)
     """Longest time of a turn."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_body_bytes > self.max_all_bodies_bytes:
+            raise ValueError("max_body_bytes: must not exceed max_all_bodies_bytes")
+        return self

@@ -15,6 +15,7 @@ from slipstream.common import tracing
 from slipstream.common.errors import SlipstreamError
 from slipstream.gateway import telemetry
 from slipstream.gateway.answers import Answer, event
+from slipstream.gateway.bodies import BodyRoom, HeldBody
 from slipstream.gateway.refusals import Refusal, refusal_of, wrong_key
 from slipstream.gateway.requests import ChatRequest, CompletionRequest, parse
 from slipstream.gateway.turns import Turns
@@ -32,9 +33,12 @@ STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-con
 class Handlers:
     """Answers requests."""
 
-    def __init__(self, turns: Turns, model: str, body_timeout_s: float, write_timeout_s: float) -> None:
+    def __init__(
+        self, turns: Turns, model: str, bodies: BodyRoom, body_timeout_s: float, write_timeout_s: float
+    ) -> None:
         self._turns = turns
         self._model = model
+        self._bodies = bodies
         self._body_timeout_s = body_timeout_s
         self._write_timeout_s = write_timeout_s
 
@@ -74,8 +78,12 @@ class Handlers:
         session = found.session
         incarnation, index = session.dispatch_version.incarnation, session.sample_index
         trace = tracing.rollout_trace(found.group_id, incarnation, found.attempt, index)
-        with tracing.span("request", trace, path=request.path, session_id=session.session_id):
-            response = await self._answered(request, found, kind)
+        plain = not request.headers.get("content-encoding")  # else its length says nothing of what it unpacks to
+        with (
+            self._bodies.hold(request.content_length if plain else None) as held,
+            tracing.span("request", trace, path=request.path, session_id=session.session_id),
+        ):
+            response = await self._answered(request, found, kind, held)
         log.debug("turn_answered", duration_s=round(time.monotonic() - started_s, 3))
         return response
 
@@ -84,8 +92,10 @@ class Handlers:
         request: web.Request,
         found: rollout_pb2.FindSessionResponse,
         kind: type[ChatRequest] | type[CompletionRequest],
+        held: HeldBody,
     ) -> web.StreamResponse:
         body = await self._body(request)
+        held.came(len(body))
         asked = parse(kind, body)
         turn = asked.turn(found.session.session_id)
         answer = Answer(asked, self._model)

@@ -19,6 +19,7 @@ from slipstream.common.channels import Channels
 from slipstream.common.config import ServiceConfig
 from slipstream.common.errors import SessionUnknown
 from slipstream.common.runtime import build_server
+from slipstream.gateway.bodies import BodyRoom
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.handlers import Handlers
 from slipstream.gateway.http import HttpServer
@@ -138,7 +139,8 @@ def make_world(make_config: Callable[..., Any]) -> Callable[..., Any]:
             stack.push_async_callback(channels.close)
             config = make_config(GatewayConfig, **fields)
             turns = Turns(channel, channels, config.turn_timeout_s)
-            handlers = Handlers(turns, "my-run", config.body_timeout_s, config.write_timeout_s)
+            bodies = BodyRoom(config.max_body_bytes, config.max_all_bodies_bytes)
+            handlers = Handlers(turns, "my-run", bodies, config.body_timeout_s, config.write_timeout_s)
             http = HttpServer(config, handlers)
             await http.start()
             stack.push_async_callback(http.stop)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
 from slipstream.api.rollout.v1 import session_pb2
@@ -153,6 +154,31 @@ async def test_a_body_that_does_not_come_ends_the_request(make_world: Make) -> N
         status, answer = await _answer(reader)
         assert (status, answer["error"]["code"]) == (408, "request_timeout")
         writer.close()
+
+
+@pytest.mark.parametrize("head", ["content-length: 9000", "transfer-encoding: chunked"])
+async def test_bodies_beyond_the_room_for_all_are_refused_unread_and_taken_later(make_world: Make, head: str) -> None:
+    """Nothing comes of the body that is told of, and yet its bytes are not promised twice."""
+    async with make_world(max_body_bytes=10_000, max_all_bodies_bytes=10_000 + len(ASK)) as world:
+        begun = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer mine\r\n{head}\r\n\r\n".encode()
+        )
+        _, first = await _send(world.http.port, begun)
+        async with asyncio.timeout(GIVE_UP_S):
+            while not REGISTRY.get_sample_value("slipstream_gateway_body_bytes"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        reader, second = await _send(world.http.port, begun)
+        status, answer = await _answer(reader)
+        assert (status, answer["error"]["code"]) == (429, "bodies_full")
+        assert "gateway.max_all_bodies_bytes" in answer["error"]["message"]
+        reader, small = await _send(world.http.port, _post(ASK))
+        assert (await _answer(reader))[0] == 200
+        first.close()
+        async with asyncio.timeout(GIVE_UP_S):
+            while REGISTRY.get_sample_value("slipstream_gateway_body_bytes"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for writer in (second, small):
+            writer.close()
 
 
 async def test_one_connection_too_many_is_told_so_and_room_comes_back(make_world: Make) -> None:

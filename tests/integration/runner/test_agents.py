@@ -24,6 +24,7 @@ from slipstream.common.channels import Channels
 from slipstream.common.config import ListenConfig, ServiceConfig
 from slipstream.common.runtime import build_server
 from slipstream.environments.tokenizer import TextCodec, build_tokenizer
+from slipstream.gateway.bodies import BodyRoom
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.handlers import Handlers
 from slipstream.gateway.http import HttpServer
@@ -111,7 +112,8 @@ async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place
             channels = Channels(lambda address: open_channel(address, Access()))
             stack.push_async_callback(channels.close)
             config = make_config(GatewayConfig)
-            handlers = Handlers(Turns(channel, channels, config.turn_timeout_s), "policy", 30.0, 30.0)
+            bodies = BodyRoom(config.max_body_bytes, config.max_all_bodies_bytes)
+            handlers = Handlers(Turns(channel, channels, config.turn_timeout_s), "policy", bodies, 30.0, 30.0)
             http = HttpServer(config, handlers)
             await http.start()
             stack.push_async_callback(http.stop)
