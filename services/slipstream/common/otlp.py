@@ -58,6 +58,7 @@ class OtlpExport:
         self.dropped_count = 0
         self.sent_count = 0
         self._warned_s = -WARNED_EVERY_S
+        self._told_count = 0
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
         self._thread.start()
 
@@ -81,6 +82,7 @@ class OtlpExport:
             while batch := self._batch():
                 if self._exporter.export([self._readable(span) for span in batch]) is self._done:
                     self.sent_count += len(batch)
+                    self._warn()
                 else:
                     self.dropped_count += len(batch)
                     self._warn()
@@ -99,9 +101,11 @@ class OtlpExport:
         return batch
 
     def _warn(self) -> None:
-        if time.monotonic() - self._warned_s >= WARNED_EVERY_S:
-            self._warned_s = time.monotonic()
-            log.warning("spans_not_exported", dropped=self.dropped_count, sent=self.sent_count)
+        """Say how many spans were lost, where that is news: for want of a place in the queue, too."""
+        dropped = self.dropped_count
+        if dropped > self._told_count and time.monotonic() - self._warned_s >= WARNED_EVERY_S:
+            self._warned_s, self._told_count = time.monotonic(), dropped
+            log.warning("spans_not_exported", dropped=dropped, sent=self.sent_count)
 
     def _readable(self, span: Span) -> Any:
         """The SDK's own form of a span."""

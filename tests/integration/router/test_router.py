@@ -200,6 +200,23 @@ async def test_without_valkey_nothing_is_placed_and_open_placements_are_written_
     await world.mirrored(released.placement_id, there=False)
 
 
+async def test_more_placements_than_may_be_open_are_refused_with_the_setting_until_one_ends(start_world: Any) -> None:
+    world = await start_world(max_placements=3, affinity_slack_samples=0)
+    held = [await world.place(sample_count=1) for _ in range(3)]
+    for _ in range(2):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.place(sample_count=1)
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.metadata["name"], error.metadata["limit"]) == (
+            "POOL_SATURATED",
+            "router.max_placements",
+            "3",
+        )
+    assert sum(worker.placement_count for worker in (await world.list()).values()) == 6  # of both pools
+    assert await world.release(held[0].placement_id) == 1
+    await world.place(sample_count=1)
+
+
 async def test_while_valkey_is_full_nothing_is_placed_and_the_log_says_so_once(world: Any, own_valkey: Any) -> None:
     kept, released = await world.place(), await world.place()
     await world.mirrored(kept.placement_id)

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.api.training.v1 import batch_pb2
 from slipstream.api.types.v1 import types_pb2
@@ -197,6 +198,18 @@ def test_a_collector_is_sent_the_spans_with_their_links():
         "replica": "decode-1",
         "tokens": 3,
     }
+
+
+def test_spans_that_find_no_place_in_the_queue_are_told_of_though_the_collector_takes_all_others():
+    with capture_logs() as logs, collector() as (endpoint, _):
+        export = OtlpExport(endpoint, {"service.name": "decode"})
+        for _ in range(QUEUE_SPANS + 50):
+            export.put(span_named("decode"))
+        export.close()
+        export._thread.join(30.0)
+    assert export.dropped_count > 0
+    assert export.sent_count + export.dropped_count == QUEUE_SPANS + 50
+    assert [entry["dropped"] for entry in logs if entry["event"] == "spans_not_exported"] == [export.dropped_count]
 
 
 def test_a_collector_that_is_gone_costs_its_spans_alone(lines):
