@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,13 @@ def when_up(monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], object]) -> No
     monkeypatch.setattr(launch, "launch", launched)
 
 
-def left_behind() -> set[Path]:
-    files = Path(tempfile.gettempdir())
-    return {*files.glob("vllm_dist_*"), *files.glob(f"slipstream-vllm-{os.getpid()}-*")}
+@pytest.fixture
+def left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], set[str]]]:
+    """What there is in a temporary directory of this body's own: other engines of the machine come and go in theirs."""
+    with tempfile.TemporaryDirectory(prefix="slip-") as directory:  # the path of a Unix socket has at most 107 bytes
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield lambda: {path.name for path in Path(directory).iterdir() if path.name.startswith(("vllm_dist_", "slip"))}
 
 
 async def test_what_an_engine_that_stands_still_runs_ends_within_the_bound_and_is_freed_when_it_goes_on(
@@ -110,24 +114,25 @@ async def test_an_engine_held_in_an_update_is_not_taken_for_one_that_stands_stil
     assert not any(silences)
 
 
-async def test_the_end_of_an_engines_process_is_told_with_its_cause_and_leaves_nothing_behind(build: Factory):
+async def test_the_end_of_an_engines_process_is_told_with_its_cause_and_leaves_nothing_behind(
+    build: Factory, left_behind: Callable[[], set[str]]
+):
     if not isinstance(build.kind, Vllm):
         return  # it has none
-    files = Path(tempfile.gettempdir())
-    before = set(files.glob("vllm_dist_*"))
     async with build() as bench:
         (core,) = bench.engine._llm.engine_core.resources.engine_manager.processes  # type: ignore[attr-defined]
         os.kill(core.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="was killed by SIGKILL; the kernel does that where memory runs out"):
             async with asyncio.timeout(60):
                 await bench.engine.wait()  # type: ignore[attr-defined]
-    assert set(files.glob("vllm_dist_*")) == before
+    assert left_behind() == set()
 
 
-async def test_a_start_ends_with_the_engines_process(build: Factory, monkeypatch: pytest.MonkeyPatch):
+async def test_a_start_ends_with_the_engines_process(
+    build: Factory, monkeypatch: pytest.MonkeyPatch, left_behind: Callable[[], set[str]]
+):
     if not isinstance(build.kind, Vllm):
         return
-    before = left_behind()
 
     def up(llm: Any) -> None:
         stop_and_kill(llm)
@@ -138,7 +143,7 @@ async def test_a_start_ends_with_the_engines_process(build: Factory, monkeypatch
     with pytest.raises(CoreEnded, match="was killed by SIGKILL"):
         async with asyncio.timeout(None) as deadline:
             await engine.start()
-    assert left_behind() == before
+    assert left_behind() == set()
 
 
 def stand_still(*asked: Any, **named: Any) -> None:
@@ -148,14 +153,17 @@ def stand_still(*asked: Any, **named: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*Context.__del__:pytest.PytestUnraisableExceptionWarning")
 async def test_a_start_that_stands_still_ends_within_its_limit_and_says_where(
-    build: Factory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    build: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    left_behind: Callable[[], set[str]],
 ):
     if not isinstance(build.kind, Vllm) or build.kind.device != "cpu":  # elsewhere it is spawned, and starts after all
         return
     from vllm.v1.engine.core import EngineCoreProc
 
     monkeypatch.setattr(EngineCoreProc, "run_engine_core", stand_still)
-    before, processes = left_behind(), multiprocessing.active_children()
+    processes = multiprocessing.active_children()
     engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=5.0)
     began_s = time.monotonic()
     with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s = 5 s"):
@@ -164,18 +172,19 @@ async def test_a_start_that_stands_still_ends_within_its_limit_and_says_where(
     del engine
     gc.collect()  # vLLM leaves the context of its sockets open where it does not start
     assert "in stand_still" in capfd.readouterr().err
-    assert (left_behind(), multiprocessing.active_children()) == (before, processes)
+    assert (left_behind(), multiprocessing.active_children()) == (set(), processes)
 
 
-async def test_a_start_ends_where_vllm_is_up_and_never_answers(build: Factory, monkeypatch: pytest.MonkeyPatch):
+async def test_a_start_ends_where_vllm_is_up_and_never_answers(
+    build: Factory, monkeypatch: pytest.MonkeyPatch, left_behind: Callable[[], set[str]]
+):
     if not isinstance(build.kind, Vllm):
         return
-    before = left_behind()
     when_up(monkeypatch, stop)
     engine = build.kind.new(build.model_dir, Limits(), start_timeout_s=START_S)
     with pytest.raises(ServiceFailed, match=r"was not up within engine\.start_timeout_s"):
         await engine.start()
-    assert left_behind() == before
+    assert left_behind() == set()
 
 
 async def test_all_that_waits_for_an_engines_process_ends_with_it(build: Factory):
