@@ -151,7 +151,7 @@ main()
 def test_a_teacher_on_vllm_is_refused_with_the_way_to_install_it_where_there_is_none(config):
     words = ["--teacher-model", str(config.teacher_model), "--engine.type", "vllm"]
     command = [sys.executable, "-c", WITHOUT_VLLM, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 2, ended.stderr
     assert 'engine.type is "vllm", which is not installed; install it with: make install-vllm' in ended.stderr
 

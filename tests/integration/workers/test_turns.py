@@ -144,7 +144,7 @@ async def test_a_prefill_worker_that_dies_after_the_transfer_is_not_missed(clust
     prefiller, decoder = cluster.members
     turns = await start_turns()
     running = asyncio.create_task(turns.ask(LONG_PROMPT, max_new_tokens=100))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not decoder.engine.load().running_samples:  # noqa: ASYNC110 counters have no event
             await asyncio.sleep(0.001)
     await cluster.kill(prefiller)

@@ -42,4 +42,5 @@ async def test_an_engine_whose_thread_stands_still_is_left_in_time(monkeypatch: 
     with pytest.raises(ServiceFailed, match=r"did not end within 0\.2 s"):
         await engine.stop()
     go_on.set()
+    monkeypatch.undo()
     await engine.stop()

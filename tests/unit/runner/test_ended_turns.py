@@ -111,7 +111,7 @@ async def test_cancelled_before_the_worker_says_that_it_is_ended_it_is_ended_aga
     workers = Workers(unanswered=1)
     attempt, _ = begun(workers)
     running = asyncio.create_task(attempt.run(()))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await workers.asked.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -22,7 +22,7 @@ async def test_a_turn_that_is_ended_before_it_begins_tells_its_reader(error: Sli
     samples = Samples("s", 0, assignment, NOTHING)
     turn = Turn(samples, NOTHING, session_pb2.RunTurnRequest(session_id="s"), {}, NOTHING)
     done: list[bool] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async with asyncio.TaskGroup() as tasks:
             turn.start(tasks, 60.0, lambda: done.append(True))
             turn.end(error) if error is not None else turn.abandon()

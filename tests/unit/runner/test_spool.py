@@ -48,7 +48,7 @@ def held(spool: Spool, key: str, epoch: str = "") -> bytes | None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             if condition():
                 return
