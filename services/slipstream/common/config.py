@@ -255,6 +255,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 def _override(argument: str, rest: list[str]) -> str:
     """`name=value` of a flag; its value may be the next argument."""
     name, equals, value = argument.partition("=")
+    file = value or (rest[0] if rest else "")
+    if "." not in name and file.endswith(".toml"):
+        raise ConfigError(f"--{name}: a config file follows an '@': @ {file}")
     near = difflib.get_close_matches(name, BARE_FLAGS, n=1, cutoff=0.75) if "." not in name else []
     if near and (name in BARE_FLAGS or not equals):
         takes = "takes no value" if name in BARE_FLAGS else f"is no flag{suggest([f'--{near[0]}'])}"

@@ -16,6 +16,8 @@ from slipstream.common.config_types import choices, holds_list, item_annotation,
 SHOWN_VALUE_CHARACTERS = 60
 MAX_PROBLEMS = 5
 """Told of one configuration."""
+MAX_MEANT = 3
+"""Keys that are told where any of them may be meant."""
 
 MESSAGES = {
     "int_type": "must be a whole number",
@@ -45,6 +47,15 @@ MESSAGES = {
     "too_long": "must have at most {max_length} items",
 }
 """In our words, by pydantic's type of error; `{}` are its parameters."""
+
+
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9_.-]*$": "letters, digits, _, . and -, and first a letter or digit",
+    r"^[A-Za-z0-9_.-]+$": "letters, digits, _, . and -",
+    r"^[A-Za-z0-9_.-]*$": "letters, digits, _, . and -",
+    r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "package.module:name",
+}
+"""What a pattern says, in words."""
 
 
 class ConfigError(Exception):
@@ -127,37 +138,54 @@ def _explained(config_class: type[BaseModel], problem: Any, origins: Origins, se
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
         near = near_keys(config_class, below)
-        meant = [f"{section}.{near[0]}" if section else near[0]] if near else []
+        meant = [f"{section}.{name}" if section else name for name in near]
         hint = suggest(meant) or for_another_type(config_class, below, section)
         return f"{f'{place}: ' if place else ''}unknown key {dotted!r}{hint}"
     if kind == "missing":  # it has no place itself, and a flag near it is another key
-        return f"{dotted} is required beside {place}" if place.startswith("--") else f"{where} is required"
+        if place.startswith("--"):
+            return f"{dotted} is required beside {place}"
+        table = (
+            "" if place or not _list_of_tables(config_class, below) else f": [[{dotted}]] in a file before its overlays"
+        )
+        return f"{where} is required{table}"
     if kind == "union_tag_not_found":
         return f"{where}.type is required; it is one of {_tags(config_class, below)}"
     given = problem.get("input")
     if kind == "union_tag_invalid":
         tags, found = _tags(config_class, below), str(context.get("tag", ""))
-        near = difflib.get_close_matches(found, tags.split(", "), n=1)
+        near = nearest(found, tags.split(", "))
         given_at = located(origins.place([*keys, "type"]), f"{dotted}.type")
         return f"{given_at}: {found!r} is none of {tags}{suggest(near)}"
     got = "" if isinstance(given, dict | list | BaseModel) else f" (got {shown(given)})"
     if kind == "literal_error":
         expected = str(context["expected"])
-        near = difflib.get_close_matches(str(given), expected.replace("'", "").replace(" or ", ", ").split(", "), n=1)
+        near = nearest(str(given), expected.replace("'", "").replace(" or ", ", ").split(", "))
         return f"{where}: must be {expected}{got}{suggest(near)}"
+    if kind == "list_type" and _list_of_tables(config_class, below):
+        if place.startswith("--") and (tags := _tags(config_class, below)):
+            return f"{where}: {given!r} is none of {tags}{suggest(nearest(str(given), tags.split(', ')))}"
+        return f"{where}: must be a list of tables, each below [[{dotted}]]{got}"
     limits = {name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()}
     text = MESSAGES[kind].format(**limits) if kind in MESSAGES else f"{message[:1].lower()}{message[1:]}"
+    if words := PATTERNS.get(str(context.get("pattern", ""))):
+        text = f"{text}, that is {words}"
     return f"{where}: {text.replace('at least 1 items', 'at least one item')}{got}"
 
 
 def shown(value: Any) -> str:
     """A value as it may stand in a message: not longer than half a line."""
-    text = repr(value)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= SHOWN_VALUE_CHARACTERS else f"{text[:SHOWN_VALUE_CHARACTERS]}…"
 
 
 def suggest(near: Sequence[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def nearest(word: str, known: Sequence[str]) -> list[str]:
+    """What of these small words may be meant, at most one: the same letters in another order first."""
+    small = word.lower()
+    return [name for name in known if sorted(name) == sorted(small)][:1] or difflib.get_close_matches(small, known, n=1)
 
 
 def real_keys(config_class: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
@@ -200,18 +228,23 @@ def for_another_type(config_class: type[BaseModel], keys: list[str], section: st
 
 
 def near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
-    """What may have been meant by a wrong last key: a sibling first, else the same name elsewhere."""
+    """What may have been meant by a wrong last key: the same name below its table, a sibling, the name elsewhere."""
     siblings = [name for model in holders(config_class, keys) for name in model.model_fields]
     if keys[-1] in siblings:
         return []
+    every = {".".join(path): path[-1] for path in leaf_paths(config_class)}
+    below = [
+        dotted for dotted, name in every.items() if name == keys[-1] and dotted.startswith(".".join([*keys[:-1], ""]))
+    ]
     near = difflib.get_close_matches(keys[-1], siblings, n=1)
+    if len(keys) > 1 and below:
+        return below[:MAX_MEANT]
     if near:
         return [".".join([*keys[:-1], near[0]])]
-    every = {".".join(path): path[-1] for path in leaf_paths(config_class)}
     wanted = difflib.get_close_matches(keys[-1], every.values(), n=1, cutoff=0.75)
     beside = [dotted for dotted, name in every.items() if name in wanted and dotted.startswith(f"{keys[0]}.")]
     return (
-        [dotted for dotted, name in every.items() if name == keys[-1]][:1]
+        [dotted for dotted, name in every.items() if name == keys[-1]][:MAX_MEANT]
         or beside[:1]
         or [dotted for dotted, name in every.items() if name in wanted][:1]
         or difflib.get_close_matches(".".join(keys), every, n=1)
@@ -228,6 +261,12 @@ def leaf_paths(config_class: type[BaseModel], at: tuple[str, ...] = ()) -> list[
         if not nested:
             paths.append((*at, name))
     return list(dict.fromkeys(paths))
+
+
+def _list_of_tables(config_class: type[BaseModel], keys: Sequence[str]) -> bool:
+    """Whether the last key holds a list of tables."""
+    fields = [model.model_fields.get(keys[-1]) for model in holders(config_class, list(keys))] if keys else []
+    return any(field is not None and holds_list(field.annotation) and models(field.annotation) for field in fields)
 
 
 def _has_tag(model: type[BaseModel], part: str) -> bool:

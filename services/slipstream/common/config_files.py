@@ -31,6 +31,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_FILE_BYTES = 1 << 20
 INT64 = range(-(2**63), 2**63)
+UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes"}
 TOML_PLACE = re.compile(r"^(?P<what>.*) \(at (?P<place>.*)\)$", re.DOTALL)
 
 
@@ -60,7 +61,7 @@ def load_with_origins(
         values = _normalise(_nest(_raw(path, names), value), config_class)
         _lay(data, values, f"--{path}", origins)
     problems = {
-        keys: f"{located(origins.place(keys), '.'.join(keys))}: must be {meant} (got {shown(value)})"
+        keys: f"{located(origins.place(keys), '.'.join(keys))}: must be {_with_unit(meant, keys)} (got {shown(value)})"
         for keys, value, meant in _misfits(data, config_class, ())
     }
     try:
@@ -70,6 +71,12 @@ def load_with_origins(
     if problems:
         raise ConfigError(together(problems.values()))
     return config, origins
+
+
+def _with_unit(meant: str, keys: tuple[str, ...]) -> str:
+    """What should stand there, a number with the unit that the end of the name says."""
+    units = [unit for end, unit in UNITS.items() if keys and keys[-1].endswith(end)]
+    return f"{meant} of {units[0]}" if units and meant.endswith("number") else meant
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -31,6 +31,12 @@ from slipstream.trainer.optim_config import OptimConfig
 
 PROGRAM = "slipstream sft"
 RESUME = "--resume"
+MADE_BY = {
+    "start.initial": "; slipstream convert makes one",
+    "data.train": "; slipstream problems makes one",
+    "data.validation": "; slipstream problems makes one",
+}
+"""What makes that which is missing."""
 SIGNALLED = 128
 """Exit codes above are those of signals."""
 
@@ -150,7 +156,8 @@ def _load(given: Arguments, run: RunDir | None) -> ChatRunConfig:
         ("data.chat_template", config.data.chat_template, Path.is_file),
     ):
         if path is not None and not wanted(path):
-            raise ConfigError(f"{where} {str(path)!r} is no {'directory' if wanted is Path.is_dir else 'file'}")
+            made = MADE_BY.get(where, "")
+            raise ConfigError(f"{where} {str(path)!r} is no {'directory' if wanted is Path.is_dir else 'file'}{made}")
     return _absolute(config)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.config import ConfigError, dump_toml, parse_arguments
 from slipstream.common.config_errors import suggest
-from slipstream.common.config_files import load_with_origins
+from slipstream.common.config_files import load_with_origins, read_toml
 from slipstream.common.config_help import help_text
 from slipstream.common.errors import DiskFull
 from slipstream.common.exits import FAILED, REFUSED, end
@@ -90,9 +90,25 @@ MEANT = {
     "resume": "rl --resume",
     "replay": "rl --replay-rollouts",
     "serve": "up",
-    "version": "--version",
+    **dict.fromkeys(("watch", "dashboard", "ui", "tail"), "plot --follow"),
+    **dict.fromkeys(("config", "validate", "check"), "rl --dry-run"),
+    **dict.fromkeys(("version", "-v", "-V"), "--version"),
 }
 """Commands by the names that other programs have for them."""
+
+ASKED = "a run that is up answers programs (clients/python/README.md) and, with gateway.enabled, OpenAI clients"
+INSTEAD = {
+    **dict.fromkeys(("chat", "ask", "generate", "sample", "infer", "inference"), ASKED),
+    **dict.fromkeys(("logs", "log"), "a run's logs are in runs/NAME/logs, one a service"),
+    **dict.fromkeys(
+        ("pause", "continue"), "pause_run and resume_run of slipstream_client do it (clients/python/README.md)"
+    ),
+    **dict.fromkeys(
+        ("export", "merge"),
+        "a run leaves runs/NAME/checkpoints/final in Hugging Face's form; `convert` changes its dtype",
+    ),
+}
+"""What does what other programs have a command for."""
 
 
 NO_NAMES = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
@@ -120,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         known = [name for name in COMMANDS if name[0] != "-"]
         flags = command.startswith("-")
         meant = [MEANT[command]] if command in MEANT else []
+        if command in INSTEAD:
+            end(REFUSED, f"unknown command {command!r}; {INSTEAD[command]}")
         near = meant or difflib.get_close_matches(command, ["--help", "--version"] if flags else known, n=1)
         end(REFUSED, f"unknown command {command!r}{suggest(near) or '; one of ' + ', '.join(known)}")
     try:
@@ -154,7 +172,11 @@ def _rl(arguments: list[str], *, stay_up: bool = False) -> int:
         resumed = find_resumable(arguments)
         here = resumed.run.path.absolute().parent  # its configuration says where it began, which may be no place now
         arguments = ["@", str(resumed.run.config_file), f"--run.directory={here}"]
-    config = load(arguments, "slipstream up" if stay_up else "slipstream rl")
+    program = "slipstream up" if stay_up else "slipstream rl"
+    for file in parse_arguments(arguments).files:
+        if "data" in read_toml(file):
+            raise ConfigError(f"{file}: has [data], so it is for fine-tuning: slipstream sft @ {file}, not {program}")
+    config = load(arguments, program)
     if config is None:
         return 0
     from slipstream.launcher.rl import run_rl

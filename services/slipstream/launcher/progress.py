@@ -28,8 +28,6 @@ PHASE_NAMES = {
 }
 RETRY_S = 0.5
 FILTERED = "groups_filtered_since_step"
-NOT_YET = {"warm_up": "warming up"}
-"""What is said of the time left by phases that know nothing of training."""
 MANY_MORE = 4
 """Failed groups are told of again when there are so many times as many as when they were told of last."""
 SILENCE_TIMEOUT_S = 10.0
@@ -97,7 +95,7 @@ def facts(run: run_pb2.Run, left_s: float | None) -> list[tuple[str, str]]:
         if run.phase == "training" and key in metrics:
             value = metrics[key]
             shown.append((name, f"{value:.{digits}f}" if math.isfinite(value) else "–"))
-    shown.append(("left", NOT_YET.get(run.phase, "not known yet") if left_s is None else duration(left_s)))
+    shown.append(("left", "not known yet" if left_s is None else duration(left_s)))
     return shown
 
 

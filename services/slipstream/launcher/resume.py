@@ -57,7 +57,13 @@ def find_resumable(arguments: list[str]) -> Resumable:
         raise RunDirError(f"{run.name} cannot go on: {error.message}") from None
     ends = [record for record in records if record["kind"] == "run_ended"]
     if ends and ends[-1]["state"] in FINAL:  # whatever process came up once more to say so
-        raise RunDirError(f"{run.name} has ended for good: {ends[-1]['reason']}; its report is in {shown(run.path)}")
+        final = shown(run.path / "checkpoints" / "final")
+        further = (
+            f"; a new run goes on from its weights: --trainer.initial-model {final}" if Path(final).is_dir() else ""
+        )
+        raise RunDirError(
+            f"{run.name} has ended for good: {ends[-1]['reason']}; its report is in {shown(run.path)}{further}"
+        )
     secret = run.path / "session-secret"
     if secret.exists() and not secret.is_file():
         raise RunDirError(f"{run.name} cannot go on: {shown(secret)}, the secret of sessions' keys, is no file")

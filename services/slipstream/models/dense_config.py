@@ -67,7 +67,7 @@ class DenseConfig(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> DenseConfig:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError("n_kv_heads: must divide n_heads")
+            raise ValueError(f"n_kv_heads: must divide n_heads, {self.n_heads} (got {self.n_kv_heads})")
         if self.head_dim % 2:
             raise ValueError("head_dim: must be even, as the rotary embedding turns pairs")
         return self

@@ -263,6 +263,12 @@ def test_a_dry_run_prints_and_makes_nothing(toml, capsys, monkeypatch):
         ("ls", "; did you mean 'status'?"),
         ("resume", "; did you mean 'rl --resume'?"),
         ("--verison", "; did you mean '--version'?"),
+        ("-V", "; did you mean '--version'?"),
+        ("dashboard", "; did you mean 'plot --follow'?"),
+        ("validate", "; did you mean 'rl --dry-run'?"),
+        ("chat", "; a run that is up answers programs"),
+        ("export", "; a run leaves runs/NAME/checkpoints/final in Hugging Face's form"),
+        ("logs", "; a run's logs are in runs/NAME/logs"),
         ("xyzzy", "; one of rl, up, sft, "),
     ],
 )

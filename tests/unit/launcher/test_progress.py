@@ -77,7 +77,7 @@ def test_the_warm_up_shows_what_moves():
 
 
 def test_until_training_tells_more_the_time_left_is_said_to_be_unknown():
-    assert facts(run_pb2.Run(phase="warm_up"), None)[-1] == ("left", "warming up")
+    assert facts(run_pb2.Run(phase="warm_up"), None)[-1] == ("left", "not known yet")
     for phase in ("evaluating_before", "training"):
         assert facts(run_pb2.Run(phase=phase), None)[-1] == ("left", "not known yet")
 

@@ -77,6 +77,13 @@ def test_a_run_that_has_ended_for_good_is_refused_with_its_reason(made, capsys, 
     assert said == "error: demo has ended for good: all 8 steps are trained; its report is in runs/demo\n"
 
 
+def test_a_run_that_has_finished_names_the_weights_that_another_may_start_from(made, capsys) -> None:
+    run = made(state="finished", reason="all 8 steps are trained")
+    (run.path / "checkpoints" / "final").mkdir(parents=True)
+    further = "a new run goes on from its weights: --trainer.initial-model runs/demo/checkpoints/final\n"
+    assert refusal(capsys, "--resume", "demo").endswith(further)
+
+
 def test_a_run_that_goes_on_says_from_where_and_counts_the_time_before(made) -> None:
     run = made()
     journal = Journal(run.path / "journal" / "journal.jsonl")

@@ -69,9 +69,9 @@ class MoeConfig(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> MoeConfig:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError("n_kv_heads: must divide n_heads")
+            raise ValueError(f"n_kv_heads: must divide n_heads, {self.n_heads} (got {self.n_kv_heads})")
         if self.top_k > self.n_experts:
-            raise ValueError("top_k: must not exceed n_experts")
+            raise ValueError(f"top_k: must not exceed n_experts, {self.n_experts} (got {self.top_k})")
         if self.head_dim % 2:
             raise ValueError("head_dim: must be even, as the rotary embedding turns pairs")
         return self
