@@ -186,13 +186,15 @@ class OpenFiles:
         self.limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._taken: list[int] = []
 
-    def exhaust(self) -> int:
-        """Take all there is; returns the limit that is reached."""
+    def exhaust(self, but: int = 0) -> int:
+        """Take all there is, but so many; returns the limit that is reached."""
         last = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, self.limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1 + but, self.limits[1]))
         with contextlib.suppress(OSError):
             while True:
                 self._taken.append(os.dup(0))
+        for _ in range(but):
+            os.close(self._taken.pop())
         return last + 1
 
     def free(self) -> None:

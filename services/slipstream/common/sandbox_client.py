@@ -11,6 +11,7 @@ async with SandboxClient("127.0.0.1:7000", access) as sandbox:
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,16 @@ from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
 from slipstream.common import tracing
 from slipstream.common.auth import Access
 from slipstream.common.channel import open_channel
-from slipstream.common.errors import Draining, SandboxUnknown, SlipstreamError, Unreachable, from_rpc_error
+from slipstream.common.errors import (
+    Draining,
+    SandboxesFull,
+    SandboxQueueFull,
+    SandboxUnknown,
+    SlipstreamError,
+    TooManyFiles,
+    Unreachable,
+    from_rpc_error,
+)
 
 log = structlog.get_logger()
 
@@ -37,6 +47,9 @@ DEFAULT_WALL_S = 10.0
 AWAY_TIMEOUT_S = 30.0
 """How long an executor may be away, such as between two of its processes."""
 AWAY_PAUSE_S = 0.2
+FULL_PAUSE_S = 1.0
+FULL = (SandboxQueueFull, SandboxesFull, TooManyFiles)
+"""What passes when other programs end."""
 MAX_ARGUMENT_BYTES = 100_000
 _ENDED_WITH_IT = ("expired", "cancelled")
 """Outcomes of programs that were killed as their sandbox, or the executor, went."""
@@ -177,21 +190,27 @@ class SandboxClient:
         return [file.data for file in response.files]
 
     async def _while_away(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call again while the executor is away, up to `away_timeout_s`. Raises `SlipstreamError`."""
-        away_since_s: float | None = None
+        """Make a call again while the executor is away, up to `away_timeout_s`, or full, for `QUEUE_TIMEOUT_S`.
+
+        Raises `SlipstreamError`.
+        """
+        failed_since_s: float | None = None
         while True:
             try:
                 answer = await call()
             except grpc.aio.AioRpcError as error:
                 rebuilt, now_s = from_rpc_error(error), time.monotonic()
                 self.away = isinstance(rebuilt, (Unreachable, Draining))
-                away_since_s = away_since_s or now_s
-                if not self.away or now_s - away_since_s > self._away_timeout_s:
+                failed_since_s = failed_since_s or now_s
+                full = isinstance(rebuilt, FULL)
+                patience_s = self._away_timeout_s if self.away else QUEUE_TIMEOUT_S if full else -1.0
+                if now_s - failed_since_s > patience_s:
                     raise rebuilt from None
             else:
                 self.away = False
                 return answer
-            await asyncio.sleep(AWAY_PAUSE_S)
+            # Many wait for room at once: they need not all ask at once.
+            await asyncio.sleep(random.uniform(AWAY_PAUSE_S, FULL_PAUSE_S) if full else AWAY_PAUSE_S)
 
     async def _write(self, sandbox_id: str, files: Mapping[str, bytes]) -> None:
         written = [sandbox_pb2.File(path=path, data=data) for path, data in files.items()]

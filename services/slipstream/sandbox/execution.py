@@ -160,7 +160,11 @@ class Execution:
             self._turn.set_result(None)
 
     def _start(self, place: Place) -> None:
-        self._kill = KillSwitch()
+        try:
+            self._kill = KillSwitch()
+        except OSError:  # no more files may be open: the place is the next one's
+            self._pool.give(place)
+            raise
         if self._stopped is not None:
             self._kill.pull(self._stopped)
 

@@ -18,6 +18,7 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 
+from slipstream.common.disk import no_file
 from slipstream.sandbox.cgroup import PlaceGroup, Usage
 from slipstream.sandbox.jail import FIRST_FILE_FD, GATE_FD, STATUS_FD, Jail
 from slipstream.sandbox.processes import children, tree_usage
@@ -98,6 +99,8 @@ class Supervision:
             with ExitStack() as theirs:
                 self._gate = self._spawn(stack, theirs)
         except OSError as error:  # less memory than a start takes, or more arguments than the kernel passes on
+            if no_file(error):  # says nothing of the program
+                raise
             return Ended(Outcome.NOT_STARTED, message=f"the jail did not start: {error.strerror}")
         self._ended = _keep(stack, os.pidfd_open(self._monitor))
         self._readers = {self._stdout: "stdout", self._stderr: "stderr"}

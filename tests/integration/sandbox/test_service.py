@@ -120,6 +120,29 @@ async def test_beyond_the_line_execs_are_refused(start_executor):
             call.cancel()
 
 
+async def test_a_client_waits_while_the_line_is_full_and_each_of_its_programs_runs(start_executor):
+    async with start_executor(max_running_execs=1, max_waiting_execs=1) as running:
+        results = await asyncio.gather(*(running.client.run_python(f"print({i})") for i in range(6)))
+        assert [result.stdout for result in results] == [b"%d\n" % i for i in range(6)]
+
+
+@pytest.mark.parametrize("left", [0, 1, 4])
+async def test_an_executor_that_may_open_no_more_files_loses_no_place_and_blames_no_program(
+    start_executor, open_files, left
+):
+    async with start_executor(max_running_execs=2) as running:
+        request = sandbox_pb2.ExecRequest(sandbox_id=await create(running), argv=["/bin/true"])
+        await outcome(running.stub.Exec(request))
+        open_files.exhaust(but=left)
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await outcome(running.stub.Exec(request))
+            assert isinstance(from_rpc_error(error.value), errors.TooManyFiles)
+        open_files.free()
+        await running.until(lambda pool: not pool.running_count and not pool.open)
+        assert await outcome(running.stub.Exec(request)) == sandbox_pb2.OUTCOME_EXITED
+
+
 async def test_a_reader_that_does_not_read_holds_up_nobody(start_executor):
     async with start_executor(max_running_execs=1) as running:
         sandbox_id = await create(running, limits=sandbox_pb2.Limits(output_bytes=8 << 20, wall_ms=500_000))
