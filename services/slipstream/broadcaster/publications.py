@@ -73,7 +73,9 @@ class Publications:
         try:
             serving = await self._state.version(SERVING)
         except StateUnavailable:
+            self._store.unpruned_for = "redis"
             return []
+        self._store.unpruned_for = ""
         gone = self._store.prune(self._keep_count, {serving})  # a worker that restarts refits to it
         if gone:
             log.info("versions_pruned", versions=[str(version) for version in gone])

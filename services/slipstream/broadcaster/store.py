@@ -107,6 +107,8 @@ class VersionStore:
         self._uploads = count()
         self._writing: set[ShardWriter] = set()
         root.mkdir(parents=True, exist_ok=True)
+        self.unpruned_for = ""
+        """What pruning waits for, if for anything: it may take any time, and then there is room."""
         self._load()
 
     @property
@@ -284,6 +286,7 @@ class VersionStore:
                 f"{size_bytes} more bytes do not fit (broadcaster.max_store_bytes)",
                 name="broadcaster.max_store_bytes",
                 limit_bytes=self._limit_bytes,
+                waits_for=self.unpruned_for,
             )
 
     def _load(self) -> None:

@@ -448,7 +448,8 @@ class TrainingLoop:
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call that is safe to repeat while its peer is away (starting, restarting) or has no room.
 
-        A full disk is waited for without end: the run is paused meanwhile, and says so.
+        A full disk is waited for without end: the run is paused meanwhile, and says so. So is a full store that is not
+        pruned as long as Redis is away.
         """
         deadline_s = time.monotonic() + PEER_TIMEOUT_S
         waiter = object()
@@ -458,7 +459,7 @@ class TrainingLoop:
                     return await call()
                 except (grpc.aio.AioRpcError, SlipstreamError) as raised:
                     error = from_rpc_error(raised) if isinstance(raised, grpc.aio.AioRpcError) else raised
-                    if isinstance(error, DiskFull):
+                    if isinstance(error, DiskFull) or error.metadata.get("waits_for"):
                         deadline_s = time.monotonic() + PEER_TIMEOUT_S
                         self._status.waiting_for_room.add(waiter)
                     elif not isinstance(error, _WAITED_FOR) or time.monotonic() > deadline_s:

@@ -293,6 +293,23 @@ async def test_a_full_store_refuses_until_it_is_pruned(broadcaster):
     await broadcaster.transport.publish(V[5], weights(5, 1200), PROBE)
 
 
+async def test_a_full_store_says_that_nothing_is_pruned_while_redis_is_away(broadcaster):
+    for version in V[1:5]:
+        await broadcaster.transport.publish(version, weights(version.step, 1200), PROBE)
+    for away, waits_for in ((True, "redis"), (False, "")):
+        broadcaster.state.away = away
+        if away:
+            assert await broadcaster.publications.prune() == []
+            with pytest.raises(errors.BroadcastStoreFull) as refused:
+                await broadcaster.transport.publish(V[5], weights(5, 1200), PROBE)
+            assert refused.value.metadata["waits_for"] == waits_for
+            assert refused.value.metadata["name"] == "broadcaster.max_store_bytes"
+        else:
+            assert await broadcaster.publications.prune()
+            assert broadcaster.store.unpruned_for == waits_for
+    await broadcaster.transport.publish(V[5], weights(5, 1200), PROBE)
+
+
 async def test_shards_on_their_way_count_as_stored(broadcaster):
     store = broadcaster.store
     slices, _ = describe_tensors(weights(0, 2000))
