@@ -37,15 +37,13 @@ import psutil
 from chaos_kv import KvHits
 from chaos_outcome import REQUIRED_RATIO, Kill, Outcome, average, tell
 from chaos_shape import CHECKPOINT_STEPS, Shape
-from run_process import RunProcess, launching, of_kind, read_lines
+from run_process import GROUPS_PER_STEP, RunProcess, gated, launching, of_kind, read_lines
 
 from slipstream.common.version import PolicyVersion
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.journal_check import Violation, check_records
 from slipstream.orchestrator.replay import unpacked
-from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
-GROUPS_PER_STEP = 4
 ONE_OF_EACH = Shape()
 PACE_STEPS = 60
 """Of the run whose pace says how long another must be."""
@@ -55,8 +53,6 @@ EXACT = 1e-4
 """Log-probabilities of engine and trainer differ by less than this where both have the same weights."""
 STUCK_S = 180.0
 """A run that does not get on for so long is given up, or of which a process is away."""
-TASK_COUNT = 1_000_000
-"""Of the environment, as is its default."""
 
 
 class Lost(Exception):
@@ -247,13 +243,6 @@ def _check_plans(record: dict[str, Any]) -> None:
                     raise Lost(f"{sequence.rollout_id}, dispatched at {dispatched}, rests on {oldest}")
 
 
-def gated(gate: Path, positions: int) -> str:
-    """The options of an environment whose groups at the last step's positions do not end before the gate is there."""
-    tasks = TaskSequence(0, [MixtureEntry("letters", 1.0, TASK_COUNT)])
-    indexes = [tasks.task(position).index for position in range(positions - GROUPS_PER_STEP, positions)]
-    return f'gate = "{gate}"\ngated = {indexes}'
-
-
 def live(
     directory: Path,
     name: str,
@@ -268,8 +257,8 @@ def live(
     arguments = [part for key, value in shape.arguments.items() for part in (f"--{key}", value)]
     with launching(directory) as launch:
         bounds = ("--orchestrator.total-positions", str(positions), "--orchestrator.total-steps", str(2 * steps))
-        gate = directory / f"{name}.gate"
-        run = launch(name, *arguments, *bounds, options=f"{shape.options}\n{gated(gate, positions)}")
+        gate, last = directory / f"{name}.gate", range(positions - GROUPS_PER_STEP, positions)
+        run = launch(name, *arguments, *bounds, options=f"{shape.options}\n{gated(gate, last)}")
         chaos = Chaos(run, shape.targets, positions, gate, seed, say)
         kill(chaos)
         chaos.finish()

@@ -11,7 +11,6 @@ from run_process import PREFILLING, RunProcess, launch, launching
 
 __all__ = ["launch"]
 
-FINISH_TIMEOUT_S = 150.0
 EVALUATED = ("--evaluation.before", "true", "--evaluation.after", "true")
 
 
@@ -35,4 +34,4 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRuns]
         synchronous = start("synchronous", "--orchestrator.max-off-policy-steps", "0", *ranks)
         for run in (bounded, synchronous):
             run.wait_up()
-        yield FinishedRuns(bounded, synchronous, [run.end(FINISH_TIMEOUT_S) for run in (bounded, synchronous)])
+        yield FinishedRuns(bounded, synchronous, [run.end() for run in (bounded, synchronous)])

@@ -12,7 +12,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,18 @@ import pytest
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.launcher.child import guarded
 from slipstream.launcher.rollout_files import read_rollouts
+from slipstream.orchestrator.tasks import MixtureEntry, TaskSequence
 
 HERE = Path(__file__).parent
 SERVICES = HERE.parents[1] / "services"
+
+DEADLINE_S = 400.0
+"""By then a thing has happened that is going to happen, on any machine. No figure of how long it takes."""
+LEFT_S = 60.0
+"""The same of what ends by itself once its parent has ended. What should not be there lives longer."""
+
+RETRIES = 60
+"""Of an OpenAI client, eight seconds apart, whose processes are started again meanwhile."""
 
 PREFILLING = ("--prefill.replicas", "1")
 """A worker that computes prompts, beside the one that samples."""
@@ -44,6 +53,11 @@ total_steps = 4
 groups_per_step = 4
 samples_per_group = 4
 micro_batch_tokens = 1024
+# Starts and ends take as long as the machine needs.
+pool_timeout_s = 300
+
+[launcher]
+stop_timeout_s = 120
 
 # Who needs a prefill pool says so: it takes a fifth of a run's start.
 [prefill]
@@ -51,6 +65,10 @@ replicas = 0
 
 [decode]
 replicas = 1
+
+# Groups wait at a gate for as long as a test needs.
+[runner]
+environment_timeout_s = 600
 
 [evaluation]
 before = false
@@ -63,6 +81,29 @@ path = "letters:Letters"
 max_new_tokens = 40
 evaluation_task_count = 4
 """
+
+
+GROUPS_PER_STEP = 4
+TASK_COUNT = 1_000_000
+"""Of the environment, as is its default."""
+
+
+def gated(gate: Path, positions: Iterable[int]) -> str:
+    """Options of the environment: groups at these positions do not end before the file `gate` is there.
+
+    So a run waits at a step for what a test does to it, however fast its machine is.
+    """
+    tasks = TaskSequence(0, [MixtureEntry("letters", 1.0, TASK_COUNT)])
+    return f'gate = "{gate}"\ngated = {[tasks.task(position).index for position in positions]}'
+
+
+def gated_after(step: int, gate: Path) -> str:
+    """The same for a run that is to take this step and not the next, for which half of the groups are let through.
+
+    So it does not matter if that many before were filtered out.
+    """
+    first = GROUPS_PER_STEP * step + 2
+    return gated(gate, range(first, first + 1000))
 
 
 def living_paths(directory: Path, pattern: str) -> list[Path]:
@@ -114,7 +155,7 @@ class RunProcess:
             )
         self._seen: dict[int, psutil.Process] = {}
 
-    def slipstream(self, *arguments: str, timeout_s: float = 40.0) -> subprocess.CompletedProcess[str]:
+    def slipstream(self, *arguments: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
         """Another `slipstream` command, typed in the same directory."""
         return subprocess.run(
             [*self.enter, *command_line(*arguments)],
@@ -139,8 +180,7 @@ class RunProcess:
         return of_kind(read_lines(self.path / "metrics.jsonl"), kind)
 
     def journal(self) -> list[dict[str, Any]]:
-        lines = (self.path / "journal" / "journal.jsonl").read_text().splitlines()
-        return [json.loads(line.partition(" ")[2]) for line in lines]
+        return [json.loads(line.partition(" ")[2]) for line in whole_lines(self.path / "journal" / "journal.jsonl")]
 
     def rollouts(self) -> list[dict[str, Any]]:
         return list(read_rollouts(self.path / "rollouts"))
@@ -156,11 +196,14 @@ class RunProcess:
 
     # ---- waiting
 
-    def wait_until(self, condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
         """Wait while the run goes on; fail with its output when it ends before."""
         deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.output
+        while True:
+            over = self.process.poll() is not None  # looked at first: what it did last counts
+            if condition():
+                return
+            assert not over, self.output
             assert time.monotonic() < deadline_s, f"not within {timeout_s} s\n{self.output}"
             time.sleep(0.05)
 
@@ -171,7 +214,7 @@ class RunProcess:
     def wait_step(self, step: int) -> None:
         self.wait_until(lambda: any(record["step"] >= step for record in self.metrics("step")))
 
-    def end(self, timeout_s: float) -> int:
+    def end(self, timeout_s: float = DEADLINE_S) -> int:
         """Wait for the launcher's end; its exit code."""
         return self.process.wait(timeout=timeout_s)
 
@@ -193,12 +236,9 @@ class RunProcess:
                 found[process.pid] = process
         return list(found.values())
 
-    def left_after(self, grace_s: float) -> list[str]:
+    def left_after(self, grace_s: float = LEFT_S) -> list[str]:
         """Command lines of what is still there after `grace_s`; ends early when nothing is."""
-        deadline_s = time.monotonic() + grace_s
-        while (left := self.processes()) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        return [described(process) for process in left]
+        return left_of(lambda: [described(process) for process in self.processes()], grace_s)
 
     def destroy(self) -> None:
         """Leave nothing to other tests, however this one ended."""
@@ -252,6 +292,14 @@ def marked(marker: str) -> list[str]:
     return [" ".join(parts) for parts in found if any(marker in part for part in parts)]
 
 
+def left_of(found: Callable[[], list[str]], grace_s: float = LEFT_S) -> list[str]:
+    """What `found` still finds after `grace_s`; ends early when it finds nothing."""
+    deadline_s = time.monotonic() + grace_s
+    while (left := found()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return left
+
+
 def lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -266,12 +314,15 @@ def described(process: psutil.Process) -> str:
         return str(process.pid)
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Lines of a file; the last one may still be on its way, and is left out."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines; the last one may still be on its way."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """JSON lines of a file that may still grow."""
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -280,6 +331,16 @@ def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def terminal_outcomes(journal: list[dict[str, Any]]) -> set[int]:
     """How often the positions that were handed out ended."""
+    return set(ends_of_positions(journal).values())
+
+
+def open_positions(journal: list[dict[str, Any]]) -> set[int]:
+    """Positions that were handed out and have not ended."""
+    return {position for position, ends in ends_of_positions(journal).items() if not ends}
+
+
+def ends_of_positions(journal: list[dict[str, Any]]) -> dict[int, int]:
+    """How often each position that was handed out has ended."""
     ends: Counter[int] = Counter()
     for record in journal:
         if record["kind"] == "ended":
@@ -287,7 +348,7 @@ def terminal_outcomes(journal: list[dict[str, Any]]) -> set[int]:
             ends[record["position"]] += 1
         if record["kind"] == "sealed":
             ends.update(record["positions"])
-    return {ends[record["position"]] for record in journal if record["kind"] == "acquired"}
+    return {record["position"]: ends[record["position"]] for record in journal if record["kind"] == "acquired"}
 
 
 def said_by(codec: TextCodec, token_ids: list[int]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rollout_traces import LIFE, check_lives, check_tree, names_of, spans_by_trace, trained
-from run_process import environment
+from run_process import DEADLINE_S, environment
 
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.records import read_timeline
@@ -20,7 +20,7 @@ from slipstream.launcher.rundir import RunDir
 from slipstream.launcher.trace import trace
 
 # The first test waits for both runs.
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 REPORTED = {
     *("seed", "accuracy_before", "accuracy_after", "accuracy_by_environment", "wall_s", "steps", "lag_max"),
@@ -51,8 +51,8 @@ def test_two_runs_side_by_side_finish_with_a_line_that_tells_the_outcome(finishe
 
 
 def test_nothing_of_a_finished_run_is_left_running(finished):
-    assert finished.bounded.left_after(2.0) == []
-    assert finished.synchronous.left_after(2.0) == []
+    assert finished.bounded.left_after() == []
+    assert finished.synchronous.left_after() == []
 
 
 def test_a_run_without_a_prefill_pool_knows_all_routes_and_agrees_with_its_trainer(finished):
@@ -73,7 +73,7 @@ def test_what_a_run_has_stored_is_trained_once_more_by_the_trainer_alone(finishe
     recorded = finished.synchronous
     asked = ["-m", "slipstream.launcher", "rl", "--replay-rollouts", str(recorded.path), f"--run.directory={tmp_path}"]
     ended = subprocess.run(
-        [sys.executable, *asked], env=environment(), capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *asked], env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert ended.returncode == 0, ended.stderr
     lines = (tmp_path / f"{recorded.path.name}-replay" / "metrics.jsonl").read_text().splitlines()

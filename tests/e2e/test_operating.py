@@ -18,17 +18,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from run_process import PREFILLING, RunProcess, environment
+from run_process import DEADLINE_S, PREFILLING, RunProcess, environment, gated_after
 
 from slipstream.common.auth import Access, read_token
 from slipstream.common.channel import open_channel
 from slipstream.launcher.certs import make_certificates
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
 MANY_STEPS = ("--orchestrator.total-steps", "100000")
-METRICS_DEADLINE_S = SERVING_DEADLINE_S = 30
 EVERYWHERE = ("slipstream_event_loop_lag_seconds_count", "process_resident_memory_bytes", "slipstream_rpcs_total")
 WORKING = (
     ("orchestrator", "slipstream_orchestrator_steps_sealed_total"),
@@ -62,26 +61,22 @@ def test_status_shows_live_services_and_stop_and_ctrl_c_end_everything(launch):
     check_metrics(asked)
 
     interrupted.processes()
-    begun_s = time.monotonic()
     interrupted.process.send_signal(signal.SIGINT)
-    assert interrupted.end(30.0) == 130, interrupted.output
-    assert time.monotonic() - begun_s < 20
-    assert interrupted.left_after(0.5) == []
+    assert interrupted.end() == 130, interrupted.output
+    assert interrupted.left_after() == []
     assert "ended: stopped by SIGINT" in interrupted.output
 
     assert asked.process.poll() is None, "it goes on when a run beside it stops"
     asked.processes()
-    begun_s = time.monotonic()
     stopped = asked.slipstream("stop", "asked")
-    assert time.monotonic() - begun_s < 20
     lost = r"no checkpoint holds the weights: the .+ trained (is|are) lost; trainer\.checkpoint\.interval_steps sets .+"
     assert stopped.returncode == 0
     assert re.fullmatch(rf"asked has stopped\n{lost}\n", stopped.stdout), stopped.stdout
-    assert asked.end(5.0) == 0, "a stop that was asked for is no failure"
+    assert asked.end() == 0, "a stop that was asked for is no failure"
     assert "asked was stopped: " in asked.output
     assert re.search(rf"(?m)^{lost}$", asked.output), "the launcher says so, too"
     assert asked.report()["state"] == "stopped"
-    assert asked.left_after(0.5) == []
+    assert asked.left_after() == []
     assert "service_killed" not in (asked.path / "launcher.jsonl").read_text(), "all drained by themselves"
     shown = asked.slipstream("status", "asked")
     assert shown.returncode == 1
@@ -102,7 +97,7 @@ async def test_each_service_starts_by_hand_answers_and_drains(finished, tmp_path
         )
         for service in services.values():
             service.send_signal(signal.SIGTERM)
-        codes = {replica: await asyncio.to_thread(service.wait, 15) for replica, service in services.items()}
+        codes = {replica: await asyncio.to_thread(service.wait, DEADLINE_S) for replica, service in services.items()}
         assert codes == dict.fromkeys(REPLICAS, 0)
     finally:
         for service in services.values():
@@ -132,11 +127,11 @@ def run_with(replica: str, finished) -> RunProcess:
     return finished.bounded if replica == "prefill-1" else finished.synchronous
 
 
-def shown_in_full(run) -> dict[str, str]:
+def shown_in_full(run, name: str = "") -> dict[str, str]:
     """The lines of `status` by replica, once all are there: a worker may be at an update, an answer may come late."""
-    deadline = time.monotonic() + SERVING_DEADLINE_S
+    deadline = time.monotonic() + DEADLINE_S
     while True:
-        shown = run.slipstream("status", run.path.name)
+        shown = run.slipstream("status", name or run.path.name)
         assert shown.returncode == 0, shown.stdout + shown.stderr
         rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line.split()[:1]}
         assert rows.keys() >= set(REPLICAS)
@@ -157,7 +152,7 @@ def check_metrics(run) -> None:
         served = scrape(address[replica])
         assert any(name.startswith(f"slipstream_{part}_") for name in served), replica
     awaited = [(replica, name) for replica in REPLICAS for name in EVERYWHERE] + list(WORKING)
-    deadline = time.monotonic() + METRICS_DEADLINE_S
+    deadline = time.monotonic() + DEADLINE_S
     while awaited and time.monotonic() < deadline:
         served = {replica: scrape(address[replica]) for replica in {replica for replica, _ in awaited}}
         awaited = [(replica, name) for replica, name in awaited if not served[replica][name] > 0]
@@ -179,7 +174,7 @@ async def check(address: str, token: str | None, service: subprocess.Popen[bytes
     async with open_channel(address, Access(token)) as opened:
         channel: Any = opened
         health: Any = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=90, wait_for_ready=True)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=True)
         assert answer.status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -194,11 +189,13 @@ def test_a_run_over_mutual_tls_finishes_and_answers_status(launch, tmp_path):
     """The certificates are named as `examples/tls.toml` names them, relative to where the command is typed."""
     make_certificates(tmp_path / "certs", [], 1)
     overlay = Path(__file__).parents[2] / "examples" / "tls.toml"
-    run = launch("secured", "@", str(overlay), "--orchestrator.total-steps", "2", *PREFILLING)
+    gate = tmp_path / "gate"
+    steps = ("--orchestrator.total-steps", "2")
+    run = launch("secured", "@", str(overlay), *steps, *PREFILLING, options=gated_after(1, gate))
     run.wait_up()
-    status = run.slipstream("status", "runs/secured")
-    assert "away" not in status.stdout, status.stdout
-    assert run.end(120.0) == 0, run.output
+    assert shown_in_full(run, "runs/secured")
+    gate.touch()
+    assert run.end() == 0, run.output
     logs = {path.stem: path.read_text() for path in (run.path / "logs").glob("*.log") if path.stem != "valkey"}
     assert len(logs) == 8
     assert [name for name, text in logs.items() if "mutual TLS, token" not in text] == []

@@ -13,11 +13,12 @@ from typing import Any
 import openai
 import pytest
 from rollout_traces import TRACED, check_lives, names_of
+from run_process import DEADLINE_S, RETRIES
 
 from slipstream.environments.tokenizer import TextCodec
 from slipstream_client import Client, Session, SessionState
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 SETTINGS = (
     *("--gateway.enabled", "true", "--launcher.restart", "on_failure", "--orchestrator.sessions.only", "true"),
@@ -34,7 +35,7 @@ LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
 def work(session: Session) -> list[Any]:
     """An agent's loop: it asks, shows what its tools found, and asks again. Returns its messages."""
     messages: list[Any] = [{"role": "user", "content": "look around"}]
-    with openai.OpenAI(base_url=session.base_url, api_key=session.key, max_retries=8) as client:
+    with openai.OpenAI(base_url=session.base_url, api_key=session.key, max_retries=RETRIES) as client:
         for turn in range(3):
             # The policy is random: whatever it says, calls or not, is answered.
             answer = client.chat.completions.create(model="any", messages=messages, tools=[LOOK], max_tokens=12)
@@ -48,7 +49,7 @@ def work(session: Session) -> list[Any]:
 
 async def work_streamed(session: Session) -> str:
     """The asyncio client, streamed."""
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=8) as client:
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=RETRIES) as client:
         stream = await client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "say something"}], stream=True, max_tokens=12
         )
@@ -66,8 +67,8 @@ def test_what_agents_were_told_trains_token_by_token(launch):
     run = launch("agents", *SETTINGS, *TRACED)
     run.wait_up()
     with Client.of_run(run.path) as client:
-        one = client.open_session(group_key="look", group_size=2, timeout_s=100)
-        other = client.open_session(group_key="look", group_size=2, timeout_s=100)
+        one = client.open_session(group_key="look", group_size=2, timeout_s=DEADLINE_S)
+        other = client.open_session(group_key="look", group_size=2, timeout_s=DEADLINE_S)
         assert (one.position, other.position) == (0, 0)
         messages = work(one)
         text = asyncio.run(work_streamed(other))
@@ -92,15 +93,17 @@ def test_what_agents_were_told_trains_token_by_token(launch):
 
         # Two groups of four, whose rewards differ, or not: a random policy says what it likes.
         agent = SNIPPET.replace("runs/mine", str(run.path))
-        told = subprocess.run([sys.executable, "-c", agent], capture_output=True, text=True, timeout=150, check=False)
+        told = subprocess.run(
+            [sys.executable, "-c", agent], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
         assert told.returncode == 0, told.stderr
         assert [line.split()[1] for line in told.stdout.splitlines()] == ["closed"] * 8
 
         # With the last position the run ends, and nobody answers any more.
-        alone = client.open_session(timeout_s=100)
+        alone = client.open_session(timeout_s=DEADLINE_S)
         work(alone)
         client.close_session(alone.session_id, 0.5, advantage=0.25)
-    assert run.end(120) == 0, run.output
+    assert run.end() == 0, run.output
 
     codec = TextCodec.load(run.path / "model")
     records = {(record["group_id"], record["sample"]): record for record in run.rollouts()}

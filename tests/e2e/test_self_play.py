@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_process import environment, said_by
+from run_process import DEADLINE_S, environment, said_by
 
 from slipstream.environments.tokenizer import TextCodec
 from slipstream.orchestrator.replay import unpacked
@@ -27,11 +27,11 @@ PLAYING = (
 )
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(590)
 def test_both_sides_of_a_game_train_each_on_its_own_reward(launch: Any, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path)
     run = launch("play", *PLAYING)
-    assert run.end(200.0) == 0, run.output
+    assert run.end() == 0, run.output
     rollouts = {
         f"{each['group_id']}.{each['attempt']}.{each['sample']}": each
         for each in run.rollouts()
@@ -83,7 +83,7 @@ def check_replay(run: Any, folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_process import SERVICES, environment
+from run_process import DEADLINE_S, SERVICES, environment
 
 from slipstream.launcher.ports import read_endpoints
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 EXAMPLE = SERVICES.parent / "examples" / "third_party_client.py"
 DEMO = EXAMPLE.with_name("demo.toml")
@@ -29,7 +29,7 @@ def example(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_S,
         check=False,
     )
 

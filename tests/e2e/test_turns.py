@@ -25,11 +25,11 @@ GUESSING = (
 )
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(590)
 def test_an_environment_that_takes_turns_trains(launch: Any, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path)
     run = launch("turns", *PREFILLING, *GUESSING, *TRACED)
-    assert run.end(200.0) == 0, run.output
+    assert run.end() == 0, run.output
     assert [record["step"] for record in run.metrics("step")][-1] == 4
     codec = TextCodec.load(run.path / "model")
     rollouts = [each for each in run.rollouts() if each["purpose"] == "training"]

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 from run_process import PREFILLING, RunProcess, terminal_outcomes
 
-pytestmark = pytest.mark.timeout(420, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 STEPS = 3
-END_TIMEOUT_S = 300.0
 POOLS = [
     f"--{pool}.engine.{words}"
     for pool in ("prefill", "decode")
@@ -25,9 +24,9 @@ def test_a_run_with_both_pools_on_vllm_trains_on_tokens_and_routes_from_both(lau
         *PREFILLING,
         *POOLS,
         *("--orchestrator.total-steps", str(STEPS)),
-        *("--orchestrator.pool-timeout-s", "180", "--orchestrator.stall-timeout-s", "240"),
+        *("--orchestrator.stall-timeout-s", "300"),
     )
-    assert run.end(END_TIMEOUT_S) == 0, run.output
+    assert run.end() == 0, run.output
     report = run.report()
     assert report["steps"] == STEPS
     assert report["pure_max_abs_diff"] < 1e-4
@@ -36,4 +35,4 @@ def test_a_run_with_both_pools_on_vllm_trains_on_tokens_and_routes_from_both(lau
     for pool in ("prefill", "decode"):
         lines = (run.path / "timeline" / f"{pool}-1.jsonl").read_text().splitlines()
         assert any(json.loads(line)["kind"] == pool for line in lines), f"the {pool} pool did nothing"
-    assert run.left_after(2.0) == []
+    assert run.left_after() == []

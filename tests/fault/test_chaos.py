@@ -7,7 +7,7 @@ from pathlib import Path
 import chaos
 import pytest
 
-pytestmark = pytest.mark.timeout(400, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 KILLS = 8
 STEPS = 16

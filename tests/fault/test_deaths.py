@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_process import PREFILLING, RunProcess, described, marked
+from run_process import PREFILLING, RunProcess, described, left_of, marked
 
-pytestmark = pytest.mark.timeout(180, func_only=False)
+pytestmark = pytest.mark.timeout(580, func_only=False)
 
 PAIRS = [("orchestrator", "broadcaster"), ("router", "sandbox"), ("prefill-1", "decode-1"), ("runner-1", "trainer")]
 """One run for each, two at a time: starts and ends do not take both processors."""
-END_S = 30.0
-LEFT_S = 98765
+PROGRAM_S = 590.0
+"""Of the programs in the sandboxes: nobody waits for one of them."""
+LEAVES_S = 98765
 """Of a process that environment code starts and leaves in a session of its own."""
 
 
@@ -38,11 +38,11 @@ def training(launch: Callable[..., RunProcess], tmp_path: Path) -> Callable[...,
         for name in names:
             marker = f"marker {tmp_path} {name}"
             pools = PREFILLING if name == "prefill-1" else ()
-            options = f'sandbox_s = 100.0\nmarker = "{marker}"\nleaves = {LEFT_S}'
+            options = f'sandbox_s = {PROGRAM_S}\nmarker = "{marker}"\nleaves = {LEAVES_S}'
             runs[name] = launch(name, *pools, options=options), marker
         for run, marker in runs.values():
             run.wait_until(lambda marker=marker: marked(marker))
-            assert any(str(LEFT_S) in command for command in map(described, run.processes()))
+            assert any(str(LEAVES_S) in command for command in map(described, run.processes()))
         return runs
 
     return start
@@ -55,11 +55,8 @@ def test_the_death_of_a_service_ends_the_run_with_one_sentence(replicas, trainin
 
 
 def dies(replica: str, run: RunProcess, marker: str) -> None:
-    begun_s = time.monotonic()
     os.kill(run.pid(replica), signal.SIGKILL)
-    code = run.end(END_S)
-    assert time.monotonic() - begun_s < END_S
-    assert code == 1
+    assert run.end() == 1
     sentences = [line for line in run.output.splitlines() if line.startswith(f"{replica} ended: ")]
     assert len(sentences) == 1, run.output
     assert sentences[0].startswith(
@@ -68,13 +65,13 @@ def dies(replica: str, run: RunProcess, marker: str) -> None:
     assert run.output.count("died") == 1
     assert "Traceback" not in run.output
     assert run.report()["state"] == "failed"
-    assert run.left_after(1.0) == []
-    assert marked(marker) == []
+    assert run.left_after() == []
+    assert left_of(lambda: marked(marker)) == []
 
 
 def test_the_death_of_the_launcher_leaves_nothing(training):
     run, marker = training("run")["run"]
     run.process.kill()
-    assert run.end(5.0) == -signal.SIGKILL
-    assert run.left_after(6.0) == []
-    assert marked(marker) == []
+    assert run.end() == -signal.SIGKILL
+    assert run.left_after() == []
+    assert left_of(lambda: marked(marker)) == []

@@ -8,22 +8,29 @@ import time
 from collections import Counter
 
 import pytest
-from run_process import PREFILLING, terminal_outcomes
+from run_process import GROUPS_PER_STEP, PREFILLING, gated_after, terminal_outcomes
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(540, func_only=False)
 
 MIB = 2**20
 STEPS = 10
-GROUPS_PER_STEP, SAMPLES = 4, 4
+SAMPLES = 4
 THRESHOLD = ("--orchestrator.disk.min-free-bytes", str(16 * MIB))
 NO_THRESHOLD = ("--orchestrator.disk.min-free-bytes", "0")
 
 
 @pytest.fixture
-def start(launch, small_disk):
+def gate(tmp_path):
+    """Without this file the run does not come to its end."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def start(launch, small_disk, gate):
     def start(*arguments: str):
         disk = small_disk(96 * MIB)
-        run = launch("run", *PREFILLING, "--orchestrator.total-steps", str(STEPS), *arguments, disk=disk)
+        steps = ("--orchestrator.total-steps", str(STEPS))
+        run = launch("run", *PREFILLING, *steps, *arguments, disk=disk, options=gated_after(STEPS - 2, gate))
         run.wait_step(2)
         return run, disk
 
@@ -39,7 +46,7 @@ def status(run) -> str:
 
 
 def check_that_nothing_was_lost(run) -> None:
-    assert run.end(150) == 0, run.output
+    assert run.end() == 0, run.output
     assert run.events("service_died") == []
     assert len(run.metrics("step")) == STEPS
     journal = run.journal()
@@ -61,11 +68,11 @@ def check_that_nothing_was_lost(run) -> None:
     assert run.report()["steps"] == STEPS
 
 
-def test_below_the_threshold_the_run_pauses_and_goes_on_by_itself(start):
+def test_below_the_threshold_the_run_pauses_and_goes_on_by_itself(start, gate):
     run, disk = start(*THRESHOLD)
     disk.fill(left_bytes=12 * MIB)
-    run.wait_until(lambda: pauses(run)[-1:] == ["paused"], 20)
-    run.wait_until(lambda: "paused: the disk is full (DISK_FULL): " in run.output, 20)
+    run.wait_until(lambda: pauses(run)[-1:] == ["paused"])
+    run.wait_until(lambda: "paused: the disk is full (DISK_FULL): " in run.output)
     shown = status(run)
     assert "paused: the disk is full (DISK_FULL): " in shown, shown
     assert "the run goes on when there is room" in shown
@@ -74,15 +81,16 @@ def test_below_the_threshold_the_run_pauses_and_goes_on_by_itself(start):
     disk.fill()  # to the last page: what still has something to write waits, too
     time.sleep(2.0)
     disk.free()
-    run.wait_until(lambda: pauses(run)[-2:] == ["paused", "running"], 20)
+    run.wait_until(lambda: pauses(run)[-2:] == ["paused", "running"])
+    gate.touch()
     check_that_nothing_was_lost(run)
     assert "the run goes on" in run.output
 
 
-def test_without_a_threshold_writes_that_find_no_room_wait_for_it(start):
+def test_without_a_threshold_writes_that_find_no_room_wait_for_it(start, gate):
     run, disk = start(*NO_THRESHOLD)
     disk.fill()
-    run.wait_until(lambda: "paused: the disk is full (DISK_FULL): " in run.output, 60)
+    run.wait_until(lambda: "paused: the disk is full (DISK_FULL): " in run.output)
     shown = status(run)
     said = re.search(r"paused: the disk is full \(DISK_FULL\): (\d+) MiB are free", shown)
     assert said is not None, shown
@@ -93,15 +101,17 @@ def test_without_a_threshold_writes_that_find_no_room_wait_for_it(start):
     for name in ("journal/journal.jsonl", "metrics.jsonl"):
         assert (run.path / name).read_bytes().endswith(b"\n"), f"a torn record in {name}"
     disk.free()
+    gate.touch()
     check_that_nothing_was_lost(run)
 
 
-def test_directories_that_somebody_removes_are_made_again(launch):
-    run = launch("run", "--orchestrator.total-steps", "8")
+def test_directories_that_somebody_removes_are_made_again(launch, gate):
+    run = launch("run", "--orchestrator.total-steps", "8", options=gated_after(6, gate))
     run.wait_step(2)
     for name in ("timeline", "rollouts"):
         shutil.rmtree(run.path / name, ignore_errors=True)
-    assert run.end(120) == 0, run.output
+    gate.touch()
+    assert run.end() == 0, run.output
     assert len(run.metrics("step")) == 8
     assert any((run.path / "timeline").glob("*.jsonl"))
     assert run.rollouts()

@@ -10,7 +10,7 @@ import pytest
 
 from tests import standstill
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(580, func_only=False)
 
 STOPPED_S = float(os.environ.get("SLIPSTREAM_STOPPED_S", "12"))
 
@@ -22,8 +22,8 @@ def test_a_run_goes_on_while_a_worker_stands_still_and_takes_it_back(launch):
     standstill.stop(pid)
     try:
         stopped_s, before = time.monotonic(), len(run.metrics("step"))
-        run.wait_until(lambda: len(run.metrics("step")) >= before + 3, 90)
-        run.wait_until(lambda: time.monotonic() - stopped_s > STOPPED_S, 2 * STOPPED_S)
+        run.wait_until(lambda: len(run.metrics("step")) >= before + 3)
+        run.wait_until(lambda: time.monotonic() - stopped_s > STOPPED_S)
     finally:
         os.kill(pid, signal.SIGCONT)
     behind = len(run.metrics("update"))
@@ -31,6 +31,6 @@ def test_a_run_goes_on_while_a_worker_stands_still_and_takes_it_back(launch):
     def is_back() -> bool:
         return any(update["replica"] == "decode-2" for update in run.metrics("update")[behind:])
 
-    run.wait_until(is_back, 60)
+    run.wait_until(is_back)
     assert run.process.poll() is None
     assert run.pid("decode-2") == pid
