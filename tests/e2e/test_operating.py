@@ -137,7 +137,8 @@ def shown_in_full(run, name: str = "") -> dict[str, str]:
         assert rows.keys() >= set(REPLICAS)
         versions = all(" 1." in rows[replica] for replica in ("orchestrator", "trainer", "prefill-1", "decode-1"))
         serving = all(" serving " in rows[replica] for replica in ("prefill-1", "decode-1"))
-        if versions and serving and all("blocks" in rows[replica] for replica in ("prefill-1", "decode-1")):
+        blocks = all("blocks" in rows[replica] for replica in ("prefill-1", "decode-1"))
+        if versions and serving and blocks and "away" not in shown.stdout:
             return rows
         assert time.monotonic() < deadline, shown.stdout
 
@@ -193,7 +194,7 @@ def test_a_run_over_mutual_tls_finishes_and_answers_status(launch, tmp_path):
     steps = ("--orchestrator.total-steps", "2")
     run = launch("secured", "@", str(overlay), *steps, *PREFILLING, options=gated_after(1, gate))
     run.wait_up()
-    assert shown_in_full(run, "runs/secured")
+    shown_in_full(run, "runs/secured")
     gate.touch()
     assert run.end() == 0, run.output
     logs = {path.stem: path.read_text() for path in (run.path / "logs").glob("*.log") if path.stem != "valkey"}
