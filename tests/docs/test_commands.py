@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, Command, commands_of, files_of
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 400.0
 SHORTER = """
 [sft]
 max_steps = 20

@@ -14,6 +14,7 @@ from contract import Rpc, Status, common_statuses
 from google.rpc import error_details_pb2, status_pb2
 
 from slipstream.common.errors import STATUS_KEY
+from slipstream.common.handlers import MAX_STALL_S
 
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -21,7 +22,8 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
-DEADLINE_S = 10.0
+DEADLINE_S = 0.8 * MAX_STALL_S
+"""Of a call. One that is held up by a stream which nobody reads, until that is ended, is not answered by then."""
 
 
 @dataclass

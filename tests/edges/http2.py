@@ -43,7 +43,7 @@ class SilentClient:
         self._authority = address
         self._token = token
         self._next_stream = 1
-        self._socket = socket.create_connection((host, int(port)), timeout=10)
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
         self._socket.settimeout(None)
         self._lock = threading.Lock()
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, 0)

@@ -23,6 +23,8 @@ from slipstream.common.channel import open_channel
 from slipstream.launcher.ports import read_endpoints
 
 REPLICAS = ("orchestrator", "broadcaster", "router", "sandbox", "prefill-1", "decode-1", "runner-1", "trainer")
+REST_S = 180.0
+"""By then a paused run holds nothing and nobody grows any more, on any machine."""
 TASKS = "slipstream_event_loop_tasks"
 
 
@@ -68,13 +70,13 @@ class Stack:
             async with opened as channel:
                 stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
                 request = reflection_pb2.ServerReflectionRequest(list_services="")
-                async for answer in stub.ServerReflectionInfo(iter([request]), timeout=30, wait_for_ready=True):
+                async for answer in stub.ServerReflectionInfo(iter([request]), timeout=60, wait_for_ready=True):
                     names = [service.name for service in answer.list_services_response.service]
                     self.served[replica] = [name for name in names if name.startswith(PACKAGE)]
                     break
 
     async def pause(self) -> dict[str, int]:
-        """Pause the run until nothing of it is held anywhere; returns what still is after a minute."""
+        """Pause the run until nothing of it is held anywhere; returns what still is after a while."""
         async with (
             self.caller("orchestrator") as orchestrator,
             self.caller("router") as router,
@@ -101,7 +103,7 @@ class Stack:
                 )
                 return not any(held.values())
 
-            return {} if await until(at_rest, 60) else held
+            return {} if await until(at_rest, REST_S) else held
 
     async def go_on(self) -> None:
         async with self.caller("orchestrator") as orchestrator:
@@ -120,7 +122,7 @@ class Stack:
     def _long_answered(self, method: Rpc) -> bytes:
         """A request whose answer is longer than any buffer, where there is such a one."""
         fields: dict[str, Any] = {}
-        if method.name == "FetchSlices":
+        if method.name == "FetchSlices":  # if the run has moved on by then, it is a short answer
             newest = max(self.run.path.glob("versions/1.*"), key=lambda path: int(path.name.partition(".")[2]))
             fields = {"version": {"incarnation": 1, "step": int(newest.name[2:])}, "slice_indexes": [0] * 500}
         return method.request(**fields).SerializeToString()
@@ -158,7 +160,7 @@ class Stack:
         """One value of what a process shows Prometheus."""
         host = self.endpoints[replica].rpartition(":")[0]
         port = self.run.setting(replica, "metrics", "port")
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as page:
             lines = page.read().decode().splitlines()
         return float(next(line.rpartition(" ")[2] for line in lines if line.startswith(f"{name} ")))
 
@@ -174,10 +176,10 @@ class Stack:
                     found.append(f"{replica}: {line.get('event')} {line.get('method', '')} {line.get('exception', '')}")
         return found
 
-    def wait_steps(self, more: int, timeout_s: float = 60.0) -> None:
+    def wait_steps(self, more: int) -> None:
         """Wait until so many more steps are trained."""
         goal = self.trained_steps() + more
-        self.run.wait_until(lambda: self.trained_steps() >= goal, timeout_s)
+        self.run.wait_until(lambda: self.trained_steps() >= goal)
 
 
 def rpc(name: str) -> Rpc:

@@ -35,7 +35,7 @@ from slipstream.weights.config import WeightsConfig
 from slipstream.weights.straight.lending import Lending
 from slipstream.weights.straight.source import SERVICE as SOURCE
 
-pytestmark = pytest.mark.timeout(240, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 TEACHER = "slipstream.api.inference.v1.TeacherService"
 SEED = 1

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2 import DATA, HEADERS, PREFACE, SETTINGS, frame
 from stack import REPLICAS
 
-pytestmark = pytest.mark.timeout(120, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 IDLE = 100
 QUICK = 1000
@@ -44,7 +44,7 @@ async def serving(address: str) -> bool:
 
 def connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 @pytest.mark.parametrize("replica", REPLICAS)

@@ -9,14 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
-from callers import Answer, Caller, fault
+from callers import DEADLINE_S, Answer, Caller, fault
 from run_process import living_paths
-from stack import REPLICAS, rpc, until
+from stack import REPLICAS, REST_S, rpc, until
 from tame import FAR
 from test_generated import LEAST
 from wire import flipped, length_delimited
 
-pytestmark = pytest.mark.timeout(120, func_only=False)
+pytestmark = pytest.mark.timeout(590, func_only=False)
 
 PUBLISH = rpc("BroadcastService.PublishShard")
 VERSION = {"incarnation": 1, "step": FAR + 100}
@@ -118,7 +118,7 @@ async def test_random_shards_get_a_documented_status_and_leave_nothing(stack):
     async def clean() -> bool:
         return uploads(stack) == []
 
-    assert await until(clean, 30), uploads(stack)
+    assert await until(clean, REST_S), uploads(stack)
 
 
 async def test_overlapping_slices_do_not_become_a_version(stack):
@@ -148,7 +148,7 @@ async def test_shards_that_are_abandoned_or_cancelled_leave_nothing(stack):
         invoke = broadcaster.channel.stream_unary(PUBLISH.path, request_serializer=None, response_deserializer=None)
 
         async def abandon(number: int) -> None:
-            call = invoke(timeout=10, metadata=broadcaster.metadata)
+            call = invoke(timeout=DEADLINE_S, metadata=broadcaster.metadata)
             if number % 3:
                 await call.write(header(1 << 20))
                 if number % 3 > 1:
@@ -164,7 +164,7 @@ async def test_shards_that_are_abandoned_or_cancelled_leave_nothing(stack):
         async def clean() -> bool:
             return uploads(stack) == []
 
-        assert await until(clean, 30), uploads(stack)
+        assert await until(clean, REST_S), uploads(stack)
 
 
 def uploads(stack) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,15 +21,10 @@ from tests.engine.bench import prompt_of, until
 from tests.offload.conftest import BLOCK_BYTES, Offloading, offloading
 from tests.offload.test_files import LAYOUT
 from tests.offload.test_vllm import LONG, WHOLE_BLOCKS, ask, load, new_salt
+from tests.ports import free_port
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
@@ -40,13 +34,13 @@ def master() -> Iterator[str]:
     command = (str(binary_path()), "-rpc_address=127.0.0.1", f"-rpc_port={port}", "-metrics_port=0")
     process = subprocess.Popen(guarded(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 90
     while not asyncio.run(accepts("127.0.0.1", port)):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     yield f"127.0.0.1:{port}"
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_blocks_in_the_store_are_hits_of_their_own_salt_and_layout_alone(master: str):

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(590)
+
+DEADLINE_S = 300.0
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo.toml"
 BUILD = "import sys, hatchling.build as b; print(b.build_wheel(sys.argv[1])); print(b.build_sdist(sys.argv[1]))"
@@ -33,7 +36,12 @@ with FakeServer(token="secret") as server:
 def built(source: Path, target: Path) -> list[Path]:
     """The wheel and the sdist of a source tree, made by hatchling in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(target)], cwd=source, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", BUILD, str(target)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [target / name for name in done.stdout.split()[-2:]]
@@ -42,15 +50,17 @@ def built(source: Path, target: Path) -> list[Path]:
 def run_outside(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Nothing of the repository is to be found from there."""
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=directory, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
 
 
 def environment(directory: Path, *packages: str) -> Path:
     """The `bin` of a new virtual environment with these packages alone."""
     python = directory / "bin" / "python"
     uv = [sys.executable, "-m", "uv"]
-    subprocess.run([*uv, "venv", "-q", "--python", sys.executable, str(directory)], check=True, timeout=60)
-    subprocess.run([*uv, "pip", "install", "-q", "--python", str(python), *packages], check=True, timeout=90)
+    subprocess.run([*uv, "venv", "-q", "--python", sys.executable, str(directory)], check=True, timeout=DEADLINE_S)
+    subprocess.run([*uv, "pip", "install", "-q", "--python", str(python), *packages], check=True, timeout=DEADLINE_S)
     return directory / "bin"
 
 
@@ -138,7 +148,7 @@ def test_the_client_works_against_its_fake_with_grpc_and_protobuf_alone(artifact
     subprocess.run(
         [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--python", python, str(artifacts[0])],
         check=True,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
     done = run_outside(tmp_path, python, "-W", "error", "-c", FAKE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "finished ['nus', 'nus']\n", "")
