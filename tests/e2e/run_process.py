@@ -351,6 +351,11 @@ def ends_of_positions(journal: list[dict[str, Any]]) -> dict[int, int]:
     return {record["position"]: ends[record["position"]] for record in journal if record["kind"] == "acquired"}
 
 
+def steps_of(rollout: dict[str, Any]) -> list[int]:
+    """Step of the weights that sampled each span of a rollout."""
+    return [int(version.partition(".")[2]) for _, version in rollout["versions"]]
+
+
 def said_by(codec: TextCodec, token_ids: list[int]) -> str:
     """What an environment is shown of a turn: all tokens but the end token, other special ones among them."""
     return codec.decode_all([each for each in token_ids if each != codec.end_id]).strip()

@@ -63,7 +63,7 @@ def check_figures(run: RunProcess) -> None:
     steps = run.metrics("step")
     assert report["steps"] == STEPS
     assert report["lag_max"] <= 1
-    assert sum(step["pure_token_count"] for step in steps) > 500
+    assert steps[0]["pure_token_count"] == steps[0]["loss_tokens"] > 0, "all of them by the weights of the base model"
     assert report["pure_max_abs_diff"] < 1e-4
     assert report["mismatch_numeric"] < NUMERIC_K3
     assert report["mismatch_kl"] < 0.05
