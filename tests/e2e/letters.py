@@ -1,9 +1,9 @@
 """A third party's environment that a random model can be trained on: every group's rewards differ.
 
 The reward is a matter of the first letter alone. `options.sandbox_s` keeps a program in the sandbox that long for each
-group; `options.marker` is then to be found in its command line. With `options.fails` judging raises. The tasks that
-`options.gated` lists are judged once there is a file `options.gate`. Prompts begin with as many letters as
-`options.padding` lists, an `a` as the first number says, a `b` as the second, and so on in turn.
+group; `options.marker` is then to be found in its command line. With `options.fails` judging raises. The tasks of
+training that `options.gated` lists are judged once there is a file `options.gate`. Prompts begin with as many letters
+as `options.padding` lists, an `a` as the first number says, a `b` as the second, and so on in turn.
 `options.leaves` starts a process of that many seconds, in a session of its own, and leaves it.
 """
 
@@ -44,8 +44,9 @@ class Letters:
     async def score(self, task: Task, completions: Sequence[Completion], tools: Tools) -> list[Score]:
         if self._fails:
             raise ArithmeticError("a bug of its own")
-        while task.index in self._gated and not self._gate.exists():  # noqa: ASYNC110 another process makes it
-            await asyncio.sleep(0.05)
+        if task.split == "train" and task.index in self._gated:
+            while not self._gate.exists():  # noqa: ASYNC110 another process makes it
+                await asyncio.sleep(0.05)
         if self._sandbox_s:
             program = f"import time; time.sleep({self._sandbox_s}) # {self._marker}"
             await tools.run_python(program, b"", SandboxLimits(wall_s=self._sandbox_s))

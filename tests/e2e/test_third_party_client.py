@@ -38,8 +38,10 @@ def test_the_example_stays_short():
     assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
-def test_the_example_creates_watches_and_cancels_rollouts_of_a_running_stack(launch):
-    run = launch("public", "--orchestrator.total-steps", "100000", command="up")
+def test_the_example_creates_watches_and_cancels_rollouts_of_a_running_stack(launch, tmp_path):
+    # What it cancels is of the first task, and does not end before that.
+    gate = f'gate = "{tmp_path}/never"\ngated = [0]'
+    run = launch("public", "--orchestrator.total-steps", "100000", command="up", options=gate)
     run.wait_up()
     run.wait_step(1)
 

@@ -166,7 +166,7 @@ class Stack:
         self._batches = batch_pb2_grpc.BatchServiceStub(channel)
         stack.push_async_callback(self._rows.close)
         stack.callback(self._torch.close)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await channel.channel_ready()
         await self._publish(PolicyVersion(1, 0))
 
@@ -176,7 +176,7 @@ class Stack:
         while True:
             self.check()
             request = batch_pb2.GetPlanRequest(incarnation=1, step=step, wait_ms=1000)
-            answer = await self._batches.GetPlan(request, timeout=10)
+            answer = await self._batches.GetPlan(request, timeout=60)
             if answer.HasField("plan"):
                 break
             assert answer.HasField("pending"), answer
@@ -202,7 +202,7 @@ class Stack:
     async def _publish(self, version: PolicyVersion) -> None:
         await self.cluster.publish(version)
         request = batch_pb2.ReportStepRequest(request_id=uuid.uuid4().hex, version=version.to_proto())
-        await self._batches.ReportStep(request, timeout=10)
+        await self._batches.ReportStep(request, timeout=60)
 
     async def _end(self, task: asyncio.Task[None]) -> None:
         task.cancel()
