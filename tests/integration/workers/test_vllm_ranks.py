@@ -61,6 +61,7 @@ async def test_ranks_of_one_engine_step_swap_and_end_together(cluster, valkey_ur
         for number, rank in enumerate(ranks):
             assert await greedy(cluster, rank, f"g{number}.0", "run/1.1") == cluster.greedy(V1, PROMPT, 8)
         long = {"max_new_tokens": 220, "temperature": 1.0}
+        await cluster.publish(V2)
         running = [
             asyncio.create_task(
                 cluster.samples(rank, cluster.decode_request(rank, None, f"l{number}.0", sampling=long))
@@ -70,7 +71,6 @@ async def test_ranks_of_one_engine_step_swap_and_end_together(cluster, valkey_ur
         async with asyncio.timeout(30):
             while 0 in await running_samples(ranks):  # noqa: ASYNC110 another process
                 await asyncio.sleep(0.01)
-        await cluster.publish(V2)
         applied = await update(ranks[0], V2)
         assert applied.in_flight_sample_count == 2
         assert applied.probe_max_abs_error < 1e-3
@@ -87,7 +87,7 @@ async def test_ranks_of_one_engine_step_swap_and_end_together(cluster, valkey_ur
             await update(ranks[0], V3)
         assert [state and state[0] for state in await states(ranks)] == [V2, V2]
         ranks[1].signal(signal.SIGKILL)
-        await ranks[1].ended(5)
-        assert await ranks[0].ended(30) != 0
+        await ranks[1].ended(30)
+        assert await ranks[0].ended(60) != 0
     finally:
         await asyncio.gather(*(rank.stop() for rank in ranks))
