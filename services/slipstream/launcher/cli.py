@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -120,6 +121,8 @@ CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 and one line when it cannot be understood."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what cannot show a character shows another
     if not sys.flags.safe_path and "" not in sys.path:
         sys.path.append("")  # a third party's modules are found, and hide none of those that are installed
     if len(arguments) > 1 and arguments[0] == "help":
@@ -214,14 +217,15 @@ def _status(arguments: list[str]) -> int:
     import asyncio
 
     from slipstream.launcher.rundir import launcher_pid
-    from slipstream.launcher.status import ended_run, print_status, read_status, refusal, standing
+    from slipstream.launcher.status import ended_run, print_status, read_status, refusal, standing, was_prepared
 
     run = find_services_run(_reference("status", arguments))
-    if launcher_pid(run) is None:
+    up = launcher_pid(run) is not None
+    rows = asyncio.run(read_status(run)) if up or was_prepared(run) else []
+    if not up and all(row.health == "away" for row in rows):
         finished, sentence = ended_run(run)
         print(sentence)
         return 0 if finished else 1
-    rows = asyncio.run(read_status(run))
     stopping, sentence = standing(run)
     if stopping:
         for row in rows:

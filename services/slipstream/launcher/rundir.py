@@ -166,7 +166,7 @@ def find_run(reference: str | None, directory: Path = Path("runs")) -> RunDir:
         raise RunDirError(_no_run(reference, directory))
     runs = _newest_first(directory)
     if not runs:
-        raise RunDirError(f"no run in {directory}/")
+        raise RunDirError(f"no run in {directory}/{_here(directory)}")
     return runs[0]
 
 
@@ -184,6 +184,11 @@ def _no_run(reference: str, directory: Path) -> str:
     return f"no run called {reference} in {directory}/{near or _some(known, ', which has') or ', which has none'}"
 
 
+def _here(directory: Path) -> str:
+    """Where a relative directory was looked for."""
+    return "" if directory.is_absolute() else f" of {Path.cwd()}; RUN may be a path"
+
+
 def _some(names: list[str], before: str) -> str:
     """The first of the names; nothing where there are none."""
     more = f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
@@ -198,7 +203,7 @@ def find_services_run(reference: str | None, directory: Path = Path("runs")) -> 
         runs = [run for run in _newest_first(directory) if not is_fine_tuning(run)]
         runs = [run for run in runs if not is_evaluation(run)] or runs
         if not runs:
-            raise RunDirError(f"no run with services in {directory}/")
+            raise RunDirError(f"no run with services in {directory}/{_here(directory)}")
         return runs[0]
     run = find_run(reference, directory)
     if is_fine_tuning(run):

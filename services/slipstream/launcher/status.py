@@ -61,10 +61,12 @@ def ended_run(run: RunDir) -> tuple[bool, str]:
         f"{name} {_percent(each.get('before'))} -> {_percent(each.get('after'))}"
         for name, each in figures["accuracy_by_environment"].items()
     )
-    state = {"finished": "finished", "stopped": "was stopped", "failed": "failed"}.get(figures["state"], "was killed")
+    unended = "is prepared, and none of its processes answers" if was_prepared(run) else "was killed"
+    state = {"finished": "finished", "stopped": "was stopped", "failed": "failed"}.get(figures["state"], unended)
     newest = max((float(r["time_s"]) for r in [*records.metrics, *records.launcher] if "time_s" in r), default=None)
     when_s = ended_s if ended_s is not None else newest
-    when = f" at {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(when_s))}" if when_s is not None else ""
+    told = when_s is not None and not (was_prepared(run) and state == unended)
+    when = f" at {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(when_s))}" if told else ""
     parts = [f"{figures['steps']} of {_total_steps(records)} steps"]
     parts += [f"accuracy {accuracies}"] if accuracies else []
     if figures["state"] == "failed" and reasons:
@@ -83,6 +85,12 @@ def _total_steps(records: RunRecords) -> object:
 
 def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{100 * value:.1f} %"
+
+
+def was_prepared(run: RunDir) -> bool:
+    """Whether its processes are started elsewhere, so that no launcher here knows of them."""
+    kinds = {event.get("kind") for event in read_json_lines(run.events_file)}
+    return "run_prepared" in kinds and "run_started" not in kinds
 
 
 def standing(run: RunDir) -> tuple[bool, str]:

@@ -14,6 +14,7 @@ from slipstream.launcher.lost import lost_sentence
 from slipstream.launcher.resume import writes_checkpoints
 from slipstream.launcher.rundir import RunDir, is_fine_tuning, launcher_pid
 from slipstream.launcher.session import ASKED_TO_STOP
+from slipstream.launcher.status import was_prepared
 
 REPORT_TIMEOUT_S = 10.0
 """What the launcher may take for the report, once everything has ended within its stop timeout."""
@@ -23,7 +24,8 @@ def stop_run(run: RunDir) -> int:
     """Ask the launcher to stop and wait for it; kill it if it does not, and its services die with it."""
     pid = launcher_pid(run)
     if pid is None:
-        print(f"{run.name} is not running")
+        elsewhere = "; what was started of it elsewhere ends there" if was_prepared(run) else ""
+        print(f"{run.name} is not running{elsewhere}")
         return 0
     wait_s = stop_timeout_s(run) + REPORT_TIMEOUT_S
     _signal(pid, ASKED_TO_STOP)

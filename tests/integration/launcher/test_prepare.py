@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from slipstream.common.config import ConfigError
+from slipstream.common.tls import TlsMaterial
 from slipstream.engine.vllm import installed
+from slipstream.launcher.certs import CertificateFiles, make_certificates
+from slipstream.launcher.cli import main
 from slipstream.launcher.errors import RunDirError
 from slipstream.launcher.prepare import run_prepare
 
@@ -42,6 +48,34 @@ def test_each_process_gets_its_file_its_name_and_the_secrets_and_a_repeat_keeps_
     assert (run / "token").read_text() == token
     with pytest.raises(RunDirError, match="was not made from this configuration"):
         prepare(tmp_path, "--certs", "--orchestrator.total-steps", "3")
+
+
+async def test_a_prepared_run_is_asked_for_its_status_without_a_launcher(tmp_path, capsys):
+    server = grpc.aio.server()
+    answers = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+    health_pb2_grpc.add_HealthServicer_to_server(answers, server)
+    files = CertificateFiles(tmp_path / "certs")
+    make_certificates(files.directory, ["localhost"], 1)
+    tls = TlsMaterial.load(files.tls)
+    assert tls is not None
+    port = server.add_secure_port("localhost:0", tls.server_credentials())
+    names = tomllib.loads((ROOT / "deploy" / "compose.toml").read_text())["endpoints"]
+    told = [f"--endpoints.{name}=localhost:{port}" for name in names]
+    told += [f"--tls.{key}={path}" for key, path in files.tls.model_dump(mode="json").items()]
+    await asyncio.to_thread(prepare, tmp_path, *told)
+    capsys.readouterr()
+
+    async def status() -> str:
+        with pytest.raises(SystemExit):
+            await asyncio.to_thread(main, ["status", str(tmp_path / "demo")])
+        return capsys.readouterr().out
+
+    await server.start()
+    said = await status()
+    await server.stop(None)
+    assert "broadcaster   serving" in said
+    assert "answers" not in said
+    assert (await status()).startswith("demo is prepared, and none of its processes answers: 0 of 80 steps; ")
 
 
 def test_hosts_with_vllm_are_prepared_on_one_without(tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,15 @@ def test_the_overview_fits_a_terminal_and_has_no_colours_in_a_pipe(run, capsys):
         assert any(line.startswith(title) for line in lines), title
     assert "expression" in out
     assert "spell_backward" in out
+
+
+def test_what_takes_ascii_alone_is_shown_something_too(run):
+    command = [sys.executable, "-m", "slipstream.launcher", "plot", "--metric", "lag"]
+    shown = subprocess.run(
+        command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False, timeout=60
+    )
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"lag of trained groups" in shown.stdout
 
 
 def test_a_rising_line_rises(run, capsys):
