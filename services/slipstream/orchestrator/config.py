@@ -213,7 +213,8 @@ class OrchestratorConfig(ServiceConfig):
     """Bytes of the journal, beyond which its oldest segments go once all their positions have ended."""
 
     journal_buffer_bytes: int = Field(default=64 * 2**20, ge=2**16)
-    """Records that wait in memory while the disk is full; beyond, runners keep their reports."""
+    """Records that wait in memory while the disk is full; beyond, runners keep their reports, and third
+    parties are refused."""
 
     runner_lease_ttl_s: float = Field(default=10.0, gt=0.5)
     """A runner that is silent for this long loses its groups to others."""

@@ -191,6 +191,17 @@ class Journal:
             self._unsynced.append(self._waiting.popleft())
         return True
 
+    def check_room(self, buffer_bytes: int) -> None:
+        """Raise `DiskFull` where more than this waits for room: what others ask for is not to fill memory meanwhile."""
+        if self.waiting_bytes > buffer_bytes:
+            raise DiskFull(
+                f"the journal finds no room, and {self.waiting_bytes} bytes of it wait "
+                "(orchestrator.journal_buffer_bytes)",
+                path=self.path,
+                name="orchestrator.journal_buffer_bytes",
+                limit=buffer_bytes,
+            )
+
     async def sync(self) -> None:
         """Return once every record appended before the call is on disk.
 

@@ -119,6 +119,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         name, known = request.task.environment, self._sequencer.environments
         if request.HasField("task") and name not in known:
             raise EnvironmentUnknown(f"no environment is called {name!r}", known=", ".join(known))
+        self._journal.check_room(self._sequencer.config.journal_buffer_bytes)
         group = self._groups.create(request)
         self._sequencer.admission_may_have_opened()
         return rollout_pb2.CreateRolloutResponse(rollout=group.rollout)
@@ -173,6 +174,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def OpenSession(
         self, request: rollout_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.OpenSessionResponse:
+        self._journal.check_room(self._sequencer.config.journal_buffer_bytes)
         answer = await self._answers.once(request, lambda: self._desk.open(request))
         await self._journal.settle()
         return answer

@@ -9,7 +9,7 @@ import grpc
 
 from slipstream.api.rollout.v1 import runner_pb2, runner_pb2_grpc
 from slipstream.api.training.v1 import batch_pb2, batch_pb2_grpc
-from slipstream.common.errors import DiskFull, IncarnationSuperseded, InvalidRequest, StepNotNext, StepNotSealed
+from slipstream.common.errors import IncarnationSuperseded, InvalidRequest, StepNotNext, StepNotSealed
 from slipstream.common.handlers import ends_on_drain
 from slipstream.common.idempotency import RequestMemory
 from slipstream.common.version import PolicyVersion
@@ -108,8 +108,7 @@ class RunnerServicer(runner_pb2_grpc.RunnerServiceServicer):
 
     async def _report(self, request: runner_pb2.ReportGroupsRequest) -> runner_pb2.ReportGroupsResponse:
         runner = self._renew(request.runner_id, request.runner_epoch)
-        if self._journal.waiting_bytes > self._sequencer.config.journal_buffer_bytes:
-            raise DiskFull("the journal finds no room", path=self._journal.path)
+        self._journal.check_room(self._sequencer.config.journal_buffer_bytes)
         result = self._sequencer.report(runner, request.reports)
         return runner_pb2.ReportGroupsResponse(
             refused=[_attempt(key) for key in result.refused], unneeded=[_attempt(key) for key in result.unneeded]

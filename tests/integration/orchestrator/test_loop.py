@@ -24,7 +24,7 @@ from slipstream.api.types.v1 import types_pb2
 from slipstream.common.errors import RolloutUnknown, RunnerSuperseded, StepNotNext, StepNotSealed, from_rpc_error
 from slipstream.common.state import SERVING
 from slipstream.common.version import PolicyVersion
-from slipstream.orchestrator.config import BreakerConfig
+from slipstream.orchestrator.config import BreakerConfig, DiskConfig
 from slipstream.orchestrator.evaluation_config import EvaluationConfig
 from slipstream.orchestrator.journal import read_journal
 from slipstream.orchestrator.replay import unpacked
@@ -209,6 +209,37 @@ async def test_the_run_ends_when_the_trainer_has_saved_however_long_its_disk_is_
             await say("ended")
             run = await world.until(lambda run: run.phase == "ended")
             assert run.state == run_pb2.RUN_STATE_FINISHED
+
+
+async def test_while_the_disk_is_full_third_parties_fill_the_journals_buffer_and_no_more(
+    make_world: Make, small_disk: Any
+) -> None:
+    disk = small_disk(4 << 20)
+    fields = {"run_dir": disk.path, "journal_buffer_bytes": 2**16, "disk": DiskConfig(min_free_bytes=0)}
+    async with make_world(**fields) as world:
+
+        async def create() -> None:
+            request = rollout_pb2.CreateRolloutRequest(request_id=uuid.uuid4().hex, prompt="x" * 9000, sample_count=1)
+            created = (await world.rollouts.CreateRollout(request, timeout=60)).rollout
+            cancel = rollout_pb2.CancelRolloutRequest(request_id=uuid.uuid4().hex, group_id=created.group_id)
+            await world.rollouts.CancelRollout(cancel, timeout=60)
+
+        async def fill() -> None:
+            for _ in range(1000):
+                await create()
+
+        await create()
+        disk.fill()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fill()
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.metadata["name"]) == ("DISK_FULL", "orchestrator.journal_buffer_bytes")
+        assert 2**16 < world.orchestrator.journal.waiting_bytes < 2**17
+        disk.free()
+        async with asyncio.timeout(60):
+            while world.orchestrator.journal.waiting_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await create()
 
 
 async def test_trained_rows_are_released_and_versions_are_in_redis(make_world: Make, background: Make) -> None:
