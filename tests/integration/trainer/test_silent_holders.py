@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -47,14 +48,15 @@ class Holder(rows_pb2_grpc.RowsServiceServicer):
 class Restarting(Holder):
     """Is not there for so many calls."""
 
-    def __init__(self, refusals: int) -> None:
+    def __init__(self, refusals: int, error: Exception) -> None:
         super().__init__(0.0, None)
         self.refusals = refusals
+        self._error = error
 
     async def FetchRows(self, request: rows_pb2.FetchRowsRequest, context: object) -> AsyncIterator[bytes]:
         if self.refusals:
             self.refusals -= 1
-            raise Draining("its next process does not listen yet")
+            raise self._error
         async for frame in super().FetchRows(request, context):
             yield frame
 
@@ -102,8 +104,13 @@ async def test_a_silent_worker_costs_its_routes_after_the_bound_of_its_silence_a
     assert away == [f"{stopped} it was silent for 2 s"]
 
 
-async def test_a_runner_that_is_started_again_is_waited_for():
-    runner = Restarting(MAX_ATTEMPTS + 2)
+@pytest.mark.parametrize(
+    "error",
+    [Draining("its next process does not listen yet"), OSError(errno.EMFILE, "Too many open files")],
+    ids=["drains", "files"],
+)
+async def test_a_runner_that_is_started_again_or_may_open_no_more_files_is_waited_for(error):
+    runner = Restarting(MAX_ATTEMPTS + 2, error)
     async with served(runner) as (address,):
         found, _, away = await fetch([ref(address, ())])
     assert (found, away, runner.refusals) == ({address: DATA}, [], 0)
