@@ -322,9 +322,13 @@ def _shard_name(rank: int) -> str:
 
 def _removed(directory: Path) -> bool:
     """Remove a directory as far as that goes; False where it cannot be opened now, so that all of it is there yet."""
-    failures: list[BaseException] = []
-    shutil.rmtree(directory, onerror=lambda _call, _path, raised: failures.append(raised[1]))
-    return not any(no_file(failure) for failure in failures)
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        if no_file(error):
+            return False
+        shutil.rmtree(directory, ignore_errors=True)
+    return True
 
 
 def _read_version(directory: Path) -> StoredVersion:
