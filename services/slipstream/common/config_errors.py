@@ -247,7 +247,9 @@ def near_keys(config_class: type[BaseModel], keys: list[str]) -> list[str]:
         [dotted for dotted, name in every.items() if name == keys[-1]][:MAX_MEANT]
         or beside[:1]
         or [dotted for dotted, name in every.items() if name in wanted][:1]
-        or difflib.get_close_matches(".".join(keys), every, n=1)
+        or difflib.get_close_matches(
+            ".".join(keys), [dotted for dotted, name in every.items() if name[:1] == keys[-1][:1]], n=1
+        )
     )
 
 

@@ -160,6 +160,8 @@ def run_service(
         telemetry.setup_logging(config, name)
     except OSError as error:
         end(FAILED if no_room(error) else REFUSED, f"log.file: {config.log.file}: {_reason(error)}")
+    if config.log.file is not None and sys.stderr.isatty():  # by hand: nothing else is seen of it
+        print(f"log: {config.log.file}; SIGTERM or Ctrl-C ends it", file=sys.stderr, flush=True)
     code, sentence = REFUSED, ""
     try:
         tracing.setup(config, name)

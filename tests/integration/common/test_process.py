@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -168,3 +169,29 @@ def _runs(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+BY_HAND = """
+import asyncio
+from slipstream.common.config import ServiceConfig
+from slipstream.common.runtime import run_service
+
+async def nothing(config):
+    pass
+
+run_service("router", ServiceConfig, nothing)
+"""
+
+
+def test_a_service_on_a_terminal_says_where_its_log_is(tmp_path):
+    terminal, its = pty.openpty()
+    command = [sys.executable, "-c", BY_HAND, f"--log.file={tmp_path / 'log'}"]
+    with subprocess.Popen(command, stderr=its, env=ENVIRONMENT):
+        os.close(its)
+        assert os.read(terminal, 4096).decode().startswith(f"log: {tmp_path / 'log'};")
+    os.close(terminal)
+
+
+def test_a_service_of_a_launcher_says_nothing_of_it(tmp_path):
+    command = [sys.executable, "-c", BY_HAND, f"--log.file={tmp_path / 'log'}"]
+    assert subprocess.run(command, stderr=subprocess.PIPE, env=ENVIRONMENT, check=True, timeout=60).stderr == b""

@@ -188,6 +188,11 @@ def test_a_wrong_command_line_says_what_was_meant(refused, words, says):
     assert refused(*words).startswith(says)
 
 
+def test_a_key_that_is_like_no_other_has_no_suggestion(refused):
+    said = refused("@", "base.toml", "--orchestrator.listen.port=1")
+    assert said == "--orchestrator.listen.port: unknown key 'orchestrator.listen'"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
