@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "vllm_adapters.py"
 TOLERANCE = 1e-4
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(500)
 
 
 def asked(what: str, directory: Path) -> dict[str, float]:
@@ -24,7 +24,7 @@ def asked(what: str, directory: Path) -> dict[str, float]:
         [sys.executable, SCRIPT, what, directory],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=450,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -28,7 +28,8 @@ from slipstream.models.registry import find_architecture
 from slipstream.models.rope_config import RopeScaling
 
 SHARD_BYTES = 300_000
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 500.0
+"""For all models, one after the other, on a busy machine."""
 ANY: dict[str, Any] = {"vocab_size": 96, "dim": 64, "n_layers": 2, "n_heads": 4, "max_context_tokens": 256}
 COMMON: dict[str, Any] = {**ANY, "ffn_dim": 96, "rope_theta": 1e4, "norm_eps": 1e-6}
 DENSE: dict[str, Any] = {**COMMON, "n_kv_heads": 2, "head_dim": 32}
