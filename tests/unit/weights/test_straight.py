@@ -25,7 +25,7 @@ from slipstream.weights.checksum import slice_checksum
 from slipstream.weights.config import WeightsConfig
 from slipstream.weights.manifest import Manifest, Source, WeightSlice
 from slipstream.weights.straight.collective import CollectiveLender, CollectiveReader, meet
-from slipstream.weights.straight.copies import KeptCopies
+from slipstream.weights.straight.copies import MAX_LOANS, KeptCopies
 from slipstream.weights.straight.lender import Lender
 from slipstream.weights.straight.links import Run, runs_of, target_offsets
 from slipstream.weights.straight.memory import DeviceMemory
@@ -144,6 +144,24 @@ def test_a_loan_that_is_over_is_void_once_its_copy_is_overwritten():
     bench.keep(V[2])
     with pytest.raises(errors.WeightVersionUnknown):
         bench.copies.give_back("later")
+
+
+def test_more_loans_than_there_may_be_are_refused_until_one_is_over():
+    bench = Bench(limit=1, lease_s=5.0)
+    bench.keep(V[1])
+    for number in range(MAX_LOANS):
+        bench.copies.lend(V[1], f"reader-{number}", ttl_s=1.0 if number else 4.0)
+    bench.copies.lend(V[1], "reader-0", ttl_s=4.0)  # a repeat is no further one
+    with pytest.raises(errors.Overloaded) as refused:
+        bench.copies.lend(V[1], "one too many")
+    assert refused.value.metadata["limit"] == str(MAX_LOANS)
+    bench.copies.give_back("reader-1")
+    bench.copies.lend(V[1], "in its place")
+    bench.now_s += 2.0  # who died gives nothing back
+    for number in range(MAX_LOANS - 2):
+        bench.copies.lend(V[1], f"later-{number}")
+    with pytest.raises(errors.Overloaded):
+        bench.copies.lend(V[1], "one too many")
 
 
 def test_slices_that_lie_back_to_back_on_both_sides_are_one_stretch():
