@@ -86,6 +86,10 @@ class ExecPool:
             if turn.done() and not turn.cancelled() and (place := turn.result()) is not None:
                 self.give(place)
             raise
+        finally:
+            if turn in self._line:
+                self._line.remove(turn)
+            self._show()
 
     def give(self, place: Place) -> None:
         """Put a place back, for whoever is next."""

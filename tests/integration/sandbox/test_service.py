@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from slipstream.api.sandbox.v1 import sandbox_pb2, sandbox_pb2_grpc
 from slipstream.common import errors
@@ -118,6 +119,22 @@ async def test_beyond_the_line_execs_are_refused(start_executor):
         assert isinstance(from_rpc_error(error.value), errors.SandboxQueueFull)
         for call in calls:
             call.cancel()
+
+
+async def test_who_leaves_the_line_leaves_no_place_in_it_and_is_not_counted(start_executor):
+    async with start_executor(max_running_execs=1, max_waiting_execs=4) as running:
+        request = sandbox_pb2.ExecRequest(sandbox_id=await create(running), argv=FOREVER)
+        first = running.stub.Exec(request)
+        await running.until(lambda pool: pool.running_count == 1)
+        for _ in range(5):
+            waiting = [running.stub.Exec(request) for _ in range(4)]
+            await running.until(lambda pool: len(pool.open) == 5)
+            for call in waiting:
+                call.cancel()
+            await running.until(lambda pool: len(pool.open) == 1)
+        assert not running.executor.pool._line
+        assert REGISTRY.get_sample_value("slipstream_sandbox_waiting_execs") == 0
+        first.cancel()
 
 
 async def test_a_client_waits_while_the_line_is_full_and_each_of_its_programs_runs(start_executor):
