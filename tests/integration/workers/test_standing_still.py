@@ -20,6 +20,9 @@ pytestmark = pytest.mark.timeout(240)
 
 V1 = PolicyVersion(1, 1)
 SILENCE_S = 1.5
+"""Of an engine, in ticks of its process."""
+WORKER_SILENCE_S = 5.0
+"""By the clock: a process that the machine is too busy for is not taken for one that stands still."""
 DEADLINE_S = 30.0
 """Of turns, and of a prefill's call: where nobody noticed the silence, what was asked ends here, and fails."""
 GROUPS = 6
@@ -33,7 +36,7 @@ async def test_turns_of_a_prefill_worker_that_stands_still_end_within_the_bound_
     stopped = await start_prefiller(cluster, "prefill-2", valkey_url, engine=engine)
     try:
         endpoint = WorkerEndpoint(replica="prefill-2", address=stopped.address)
-        turns = await start_turns(prefillers=[endpoint], worker_silence_s=SILENCE_S)
+        turns = await start_turns(prefillers=[endpoint], worker_silence_s=WORKER_SILENCE_S)
 
         async def ask(first: int) -> list:
             """Turns of as many groups at once; which worker computed each prompt, and at which attempt."""
