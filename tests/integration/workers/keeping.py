@@ -21,12 +21,14 @@ from slipstream.orchestrator.signals import Signal
 CONFIG = KeeperConfig(
     poll_interval_s=0.05, away_after_s=2.0, begin_timeout_s=5.0, apply_timeout_s=5.0, refit_backoff_s=0.1
 )
+PATIENT = CONFIG.model_copy(update={"away_after_s": 20.0, "begin_timeout_s": 30.0, "apply_timeout_s": 30.0})
+"""For bodies in which no worker is to be left out, however busy the machine is."""
 
 
 class Keeping:
     """A keeper at work."""
 
-    def __init__(self, cluster: Any, channels: Channels, run_id: str) -> None:
+    def __init__(self, cluster: Any, channels: Channels, run_id: str, config: KeeperConfig) -> None:
         self.cluster = cluster
         self.running: dict[str, PolicyVersion] = {}
         """Dispatch version of each group that runs."""
@@ -42,7 +44,7 @@ class Keeping:
         self.metrics = MetricsFile(cluster.run_dir / f"{run_id}.jsonl", time.time)
         self.keeper = VersionKeeper(
             run_id,
-            CONFIG,
+            config,
             open_workers(workers, channels.get),
             broadcast_pb2_grpc.BroadcastServiceStub(cluster.channel),
             on_published=lambda version: None,
@@ -79,10 +81,10 @@ class Keeping:
 
 
 @asynccontextmanager
-async def keeping(cluster: Any, run_id: str = "run") -> AsyncIterator[Keeping]:
+async def keeping(cluster: Any, run_id: str = "run", config: KeeperConfig = CONFIG) -> AsyncIterator[Keeping]:
     """`async with keeping(cluster) as kept`: brings what is published to all workers the cluster has now."""
     channels = Channels(lambda address: open_channel(address, Access()))
-    kept = Keeping(cluster, channels, run_id)
+    kept = Keeping(cluster, channels, run_id, config)
     loops = (kept.keeper.watch_published, kept.keeper.poll_workers, kept.keeper.update, kept.keeper.end_salts)
     tasks = [asyncio.create_task(loop()) for loop in loops]
     try:

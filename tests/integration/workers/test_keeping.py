@@ -10,7 +10,7 @@ import pytest
 from slipstream.api.inference.v1 import worker_pb2
 from slipstream.common.version import PolicyVersion
 from tests.integration.workers.conftest import WAIT_S
-from tests.integration.workers.keeping import keeping
+from tests.integration.workers.keeping import PATIENT, keeping
 
 V1, V2, V3 = (PolicyVersion(1, step) for step in (1, 2, 3))
 UPDATES, ARRIVALS = 20, 500
@@ -24,7 +24,7 @@ async def test_of_500_arrivals_during_20_updates_none_is_lost_or_reads_older_kv(
     decoders = [cluster.members[1].engine, second.engine]
     turns = await start_turns()
     last = PolicyVersion(1, 1 + UPDATES)
-    async with keeping(cluster) as kept:
+    async with keeping(cluster, config=PATIENT) as kept:
         await kept.until_serving(V1)
         asked: list[tuple[PolicyVersion, asyncio.Task]] = []
 
