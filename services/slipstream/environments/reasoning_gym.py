@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import random
 import warnings
@@ -113,10 +114,25 @@ def open_problems(dataset: str, options: Mapping[str, Any], seed: int, size: int
         raise ConfigError(f"{where}: reasoning-gym has no data set {dataset!r}{hint}")
     import reasoning_gym
 
+    names = _option_names(dataset)
+    for name in options if names else ():
+        if name not in names:
+            near = suggest(difflib.get_close_matches(name, names, n=1))
+            hint = near or f"; it has {', '.join(names)}"
+            raise ConfigError(f"{where}: {dataset} refuses its options: it has no {name!r}{hint}")
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {dataset} refuses its options: {error}") from None
+
+
+def _option_names(dataset: str) -> list[str]:
+    """Fields of a data set's configuration; seed and size are ours to give. Empty where it does not say."""
+    from reasoning_gym.factory import DATASETS
+
+    config_class = DATASETS[dataset][1]
+    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
+    return [field.name for field in fields if field.name not in ("seed", "size")]
 
 
 def open_mixture(entries: Sequence[ProblemSetConfig], seed: int, size: int, where: str) -> Any:

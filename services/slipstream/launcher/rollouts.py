@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,6 +247,8 @@ def _group(query: Query, value: str) -> None:
 
 
 def _version(query: Query, value: str) -> None:
+    if not re.fullmatch(r"\d+\.\d+", value):
+        raise ConfigError(f"--version takes a version such as 1.12, incarnation and step, not {value!r}")
     query.wanted.append(lambda record: any(version == value for _, version in spans_of(record)))
 
 

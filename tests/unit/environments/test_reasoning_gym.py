@@ -93,7 +93,14 @@ def test_a_mixture_names_what_reasoning_gym_refuses():
             "environments.sums: reasoning-gym has no data set 'gdc'; did you mean 'gcd'?",
         ),
         ({"datasets": [{"name": "gcd", "options": {"x": 2}}]}, "environments.sums: gcd refuses its options"),
-        ({"dataset": "chain_sum", "options": {"terms": 2}}, "environments.sums: chain_sum refuses its options"),
+        (
+            {"dataset": "chain_sum", "options": {"max_term": 2}},
+            "environments.sums: chain_sum refuses its options: it has no 'max_term'; did you mean 'max_terms'?",
+        ),
+        (
+            {"dataset": "chain_sum", "options": {"size": 2}},
+            "environments.sums: chain_sum refuses its options: it has no 'size'; it has min_terms, max_terms, ",
+        ),
         ({"dataset": "chain_sum", "options": {"min_terms": 0}}, "environments.sums: chain_sum refuses its options"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):

@@ -232,6 +232,7 @@ def test_colours_are_those_of_versions(run):
         (("--sort", "colour"), "'colour' is none of time"),
         (("--limit", "-1"), "--limit takes a number"),
         (("--per-group", "few"), "--per-group takes a number, not 'few'"),
+        (("--version", "12"), "--version takes a version such as 1.12, incarnation and step, not '12'"),
         (("--show",), "--show takes a value"),
         (("--outcom", "trained"), "did you mean --outcome?"),
         (("--show", "train-2"), "no rollout called train-2; it has train-2.1.0, train-2.1.1"),
