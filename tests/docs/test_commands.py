@@ -57,7 +57,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> subpro
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
     "document", ["docs/algorithms.md", "docs/environments.md", "docs/your-environment.md", "docs/your-model.md"]
 )
