@@ -109,7 +109,7 @@ def keep_a_teacher(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-@pytest.mark.timeout(590)
+@pytest.mark.timeout(480)
 def test_the_whole_stack_of_the_file_trains_and_stops(tmp_path):
     hosts = tmp_path / "hosts"
     addresses = [f"127.0.1.{number} {name}" for number, name in enumerate(SERVICES, start=1)]
@@ -129,6 +129,7 @@ def test_the_whole_stack_of_the_file_trains_and_stops(tmp_path):
     assert seen["steps"] >= STEPS
     steps = [json.loads(line) for line in (tmp_path / "volumes/runs/small/metrics.jsonl").read_text().splitlines()]
     assert all("teacher_kl" in step for step in steps if step["kind"] == "step"), "the teacher judged what trained"
+    assert all(name in seen["status"] for name in ("orchestrator", "decode-2", "trainer", "serving")), seen["status"]
     assert "away" not in seen["status"]
     assert set(seen["ended"]) == {name for name, spec in SERVICES.items() if not spec["healthcheck"].get("disable")}
     assert {code for code, _ in seen["ended"].values()} == {0}, seen["ended"]
