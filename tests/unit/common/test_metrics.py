@@ -124,6 +124,7 @@ def test_over_tls_a_connection_that_says_nothing_holds_up_no_scrape(tmp_path):
     end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port, host="0.0.0.0"), tls=certificates))
     try:
         context = ssl.create_default_context(cafile=certificates.ca_file)
+        assert certificates.cert_file is not None
         context.load_cert_chain(certificates.cert_file, certificates.key_file)
         with (
             socket.create_connection(("127.0.0.1", port)),

@@ -9,11 +9,11 @@ from slipstream.environments.messages import Message
 
 
 async def test_a_loop_that_asks_more_than_is_held_and_ends_is_over_once_that_is_answered() -> None:
-    left: list[asyncio.Task[Message]] = []
+    left: list[asyncio.Future[Message]] = []
 
     async def loop(ask: Ask) -> str:
         question = [Message(role="user", content="?")]
-        left.extend(asyncio.create_task(ask(question, [])) for _ in range(70))
+        left.extend(asyncio.ensure_future(ask(question, [])) for _ in range(70))
         await asyncio.sleep(0.05)
         return "over"
 
