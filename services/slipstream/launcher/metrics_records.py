@@ -72,6 +72,12 @@ def read_json_lines(path: Path) -> Iterator[Record]:
     return (record for _, record in read_lines(path))
 
 
+def was_prepared(events_file: Path) -> bool:
+    """Whether a run's processes are started elsewhere, so that no launcher here knows of them."""
+    kinds = {event.get("kind") for event in read_json_lines(events_file)}
+    return "run_prepared" in kinds and "run_started" not in kinds
+
+
 def read_metrics(path: Path) -> list[Record]:
     """All records of a `metrics.jsonl` and of the older file that it became, oldest first.
 

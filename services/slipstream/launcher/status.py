@@ -22,9 +22,10 @@ from slipstream.common.config import ConfigError
 from slipstream.common.errors import from_rpc_error
 from slipstream.common.version import PolicyVersion
 from slipstream.launcher.errors import RunDirError
+from slipstream.launcher.metrics_records import read_json_lines, was_prepared
 from slipstream.launcher.ports import read_endpoints
 from slipstream.launcher.progress import PHASE_NAMES, filtered_groups, paused, ready_groups
-from slipstream.launcher.records import RunRecords, read_json_lines, read_run
+from slipstream.launcher.records import RunRecords, read_run
 from slipstream.launcher.report import build_report
 from slipstream.launcher.rundir import RunDir, launcher_pid, shown
 from slipstream.launcher.services import HealthCheck, access_to, service_of
@@ -61,11 +62,11 @@ def ended_run(run: RunDir) -> tuple[bool, str]:
         f"{name} {_percent(each.get('before'))} -> {_percent(each.get('after'))}"
         for name, each in figures["accuracy_by_environment"].items()
     )
-    unended = "is prepared, and none of its processes answers" if was_prepared(run) else "was killed"
+    unended = "is prepared, and none of its processes answers" if was_prepared(run.events_file) else "was killed"
     state = {"finished": "finished", "stopped": "was stopped", "failed": "failed"}.get(figures["state"], unended)
     newest = max((float(r["time_s"]) for r in [*records.metrics, *records.launcher] if "time_s" in r), default=None)
     when_s = ended_s if ended_s is not None else newest
-    told = when_s is not None and not (was_prepared(run) and state == unended)
+    told = when_s is not None and not (was_prepared(run.events_file) and state == unended)
     when = f" at {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(when_s))}" if told else ""
     parts = [f"{figures['steps']} of {_total_steps(records)} steps"]
     parts += [f"accuracy {accuracies}"] if accuracies else []
@@ -85,12 +86,6 @@ def _total_steps(records: RunRecords) -> object:
 
 def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{100 * value:.1f} %"
-
-
-def was_prepared(run: RunDir) -> bool:
-    """Whether its processes are started elsewhere, so that no launcher here knows of them."""
-    kinds = {event.get("kind") for event in read_json_lines(run.events_file)}
-    return "run_prepared" in kinds and "run_started" not in kinds
 
 
 def standing(run: RunDir) -> tuple[bool, str]:
