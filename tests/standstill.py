@@ -1,4 +1,4 @@
-"""Makes a process stand still, and waits until it does.
+"""Makes a process, or an embedded engine, stand still, and waits until it does.
 
 The kernel tells one thread of a process to stop; the others go on until that one has run, which on a busy machine is
 long enough for much of what they do.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 STANDS_STILL_S = 30.0
 _STOPPED_OR_ENDED = frozenset("TtZX")
@@ -24,6 +27,17 @@ def stop(*pids: int) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError("a process that was stopped goes on")
         time.sleep(0.001)
+
+
+@contextmanager
+def no_step(core: Any) -> Iterator[None]:
+    """An embedded engine's core takes no step meanwhile, and does all else that it is asked to."""
+    step = core.step
+    core.step = lambda: (time.sleep(0.001), True)[1]
+    try:
+        yield
+    finally:
+        core.step = step
 
 
 def _stands_still(pid: int) -> bool:

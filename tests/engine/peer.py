@@ -19,9 +19,9 @@ from typing import Any
 from slipstream.common.processes import with_children
 from slipstream.common.version import PolicyVersion
 from slipstream.engine.base import KvReference, PrefillRequest
-from slipstream.launcher.ports import bindable, candidate_ports
 from tests import standstill
 from tests.engine.engines import Vllm
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150.0
@@ -33,7 +33,7 @@ class Peer:
     def __init__(self, model_dir: Path, kind: Vllm, port: int = 0) -> None:
         self._model_dir = model_dir
         self._kind = kind
-        self.port = port or next(filter(bindable, candidate_ports()))
+        self.port = port or free_port()
 
     async def __aenter__(self) -> Peer:
         options = (self._kind.device, self._kind.dtype, self._kind.connector, str(self.port))

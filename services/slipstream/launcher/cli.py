@@ -216,13 +216,13 @@ def _sft(arguments: list[str]) -> int:
 def _status(arguments: list[str]) -> int:
     import asyncio
 
-    from slipstream.launcher.metrics_records import was_prepared
+    from slipstream.launcher.metrics_records import read_json_lines, was_prepared
     from slipstream.launcher.rundir import launcher_pid
     from slipstream.launcher.status import ended_run, print_status, read_status, refusal, standing
 
     run = find_services_run(_reference("status", arguments))
     up = launcher_pid(run) is not None
-    rows = asyncio.run(read_status(run)) if up or was_prepared(run.events_file) else []
+    rows = asyncio.run(read_status(run)) if up or was_prepared(read_json_lines(run.events_file)) else []
     if not up and all(row.health == "away" for row in rows):
         finished, sentence = ended_run(run)
         print(sentence)

@@ -72,9 +72,9 @@ def read_json_lines(path: Path) -> Iterator[Record]:
     return (record for _, record in read_lines(path))
 
 
-def was_prepared(events_file: Path) -> bool:
-    """Whether a run's processes are started elsewhere, so that no launcher here knows of them."""
-    kinds = {event.get("kind") for event in read_json_lines(events_file)}
+def was_prepared(events: Iterable[Record]) -> bool:
+    """Whether a run's processes are started elsewhere, by what launchers wrote: none here knows of them."""
+    kinds = {event.get("kind") for event in events}
     return "run_prepared" in kinds and "run_started" not in kinds
 
 

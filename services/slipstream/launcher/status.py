@@ -62,11 +62,12 @@ def ended_run(run: RunDir) -> tuple[bool, str]:
         f"{name} {_percent(each.get('before'))} -> {_percent(each.get('after'))}"
         for name, each in figures["accuracy_by_environment"].items()
     )
-    unended = "is prepared, and none of its processes answers" if was_prepared(run.events_file) else "was killed"
+    prepared = was_prepared(records.launcher)
+    unended = "is prepared, and none of its processes answers" if prepared else "was killed"
     state = {"finished": "finished", "stopped": "was stopped", "failed": "failed"}.get(figures["state"], unended)
     newest = max((float(r["time_s"]) for r in [*records.metrics, *records.launcher] if "time_s" in r), default=None)
     when_s = ended_s if ended_s is not None else newest
-    told = when_s is not None and not (was_prepared(run.events_file) and state == unended)
+    told = when_s is not None and not (prepared and state == unended)
     when = f" at {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(when_s))}" if told else ""
     parts = [f"{figures['steps']} of {_total_steps(records)} steps"]
     parts += [f"accuracy {accuracies}"] if accuracies else []

@@ -11,7 +11,7 @@ import tomllib
 from slipstream.common.config import ConfigError
 from slipstream.launcher.config import LauncherSection
 from slipstream.launcher.lost import lost_sentence
-from slipstream.launcher.metrics_records import was_prepared
+from slipstream.launcher.metrics_records import read_json_lines, was_prepared
 from slipstream.launcher.resume import writes_checkpoints
 from slipstream.launcher.rundir import RunDir, is_fine_tuning, launcher_pid
 from slipstream.launcher.session import ASKED_TO_STOP
@@ -24,7 +24,8 @@ def stop_run(run: RunDir) -> int:
     """Ask the launcher to stop and wait for it; kill it if it does not, and its services die with it."""
     pid = launcher_pid(run)
     if pid is None:
-        elsewhere = "; what was started of it elsewhere ends there" if was_prepared(run.events_file) else ""
+        prepared = was_prepared(read_json_lines(run.events_file))
+        elsewhere = "; what was started of it elsewhere ends there" if prepared else ""
         print(f"{run.name} is not running{elsewhere}")
         return 0
     wait_s = stop_timeout_s(run) + REPORT_TIMEOUT_S

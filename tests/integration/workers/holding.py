@@ -6,8 +6,8 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from typing import Any
 
 from slipstream.common.version import PolicyVersion
@@ -20,6 +20,7 @@ from slipstream.engine.base import (
     SampleChunk,
     UpdateReport,
 )
+from tests import standstill
 
 DEADLINE_S = 60.0
 
@@ -102,22 +103,13 @@ class HoldingEngine:
             step = core.step
             core.step = lambda: (time.sleep(step_s), step())[1]
 
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> AbstractContextManager[None]:
         """Within it an embedded engine takes no step, and does all else that it is asked to: it swaps, and aborts.
 
         So what is in flight stays there, however long anything takes.
         """
         core = getattr(self._engine, "_core", None)
-        if core is None:  # vLLM is slow enough
-            yield
-            return
-        step = core.step
-        core.step = lambda: (time.sleep(0.002), True)[1]
-        try:
-            yield
-        finally:
-            core.step = step
+        return nullcontext() if core is None else standstill.no_step(core)  # vLLM is slow enough
 
     async def update(
         self, version: PolicyVersion, tensors: Mapping[str, Any], verify: Callable[[PausedEngine], None]

@@ -18,7 +18,7 @@ from slipstream.common.config import ConfigError, MetricsConfig, ServiceConfig
 from slipstream.common.exits import ServiceFailed
 from slipstream.common.metrics import Reading, RpcMetrics, serve_metrics
 from slipstream.launcher.certs import make_certificates
-from slipstream.launcher.ports import bindable, candidate_ports
+from tests.ports import free_port
 
 MODULES = (
     "slipstream.common.metrics",
@@ -82,7 +82,7 @@ def test_a_table_that_changes_while_it_is_read_is_read_again(reading):
 
 def test_metrics_are_served_over_http_until_they_are_ended():
     RpcMetrics("/test/Served").ended("OK", time.perf_counter())
-    port = next(filter(bindable, candidate_ports()))
+    port = free_port()
     end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port)))
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -101,7 +101,7 @@ def scraped(port: int) -> int:
 
 def test_connections_that_say_nothing_take_a_bounded_number_of_threads_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr(scrapes, "TIMEOUT_S", 2.0)
-    port = next(filter(bindable, candidate_ports()))
+    port = free_port()
     end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port)))
     before = threading.active_count()
     try:
@@ -120,7 +120,7 @@ def test_connections_that_say_nothing_take_a_bounded_number_of_threads_for_a_bou
 
 def test_over_tls_a_connection_that_says_nothing_holds_up_no_scrape(tmp_path):
     certificates = make_certificates(tmp_path / "certs", [], 1).tls
-    port = next(filter(bindable, candidate_ports()))
+    port = free_port()
     end = serve_metrics(ServiceConfig(metrics=MetricsConfig(port=port, host="0.0.0.0"), tls=certificates))
     try:
         context = ssl.create_default_context(cafile=certificates.ca_file)
